@@ -1,0 +1,1 @@
+"""Block encodings for Redis and remote streams."""

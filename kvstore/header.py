@@ -1,0 +1,104 @@
+"""The header that makes a block outside RAM self-describing. Pure.
+
+256 bytes, little-endian; the last eight are the xxh3-64 of the rest. A block is served only if every field fits what
+was asked for and the stored payload hashes to ``checksum``. xxh3 finds damage, not tampering.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from kvstore.types import BlockKey, Outcome
+
+HEADER_BYTES = 256
+MAGIC = b"TKVBLOCK"
+VERSION = 1
+
+_FIELDS = struct.Struct("<8sHBBBx16s64s64sQQQQ")
+_TRAILER = struct.Struct("<Q")
+_BODY_BYTES = HEADER_BYTES - _TRAILER.size
+
+
+def checksum(payload: bytes | bytearray | memoryview) -> int:
+    """xxh3-64 of the stored payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is stored beside a block's payload."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    fingerprint: bytes
+    block_bytes: int
+    """Length of the decoded payload."""
+    stored_bytes: int
+    """Length of the payload as stored, after the codec."""
+    checksum: int
+    """xxh3-64 of the stored payload."""
+    created_unix_s: int
+    codec_id: int = 0
+
+    def pack(self) -> bytes:
+        """The header's 256 bytes."""
+        body = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.codec_id,
+            len(self.key),
+            len(self.parent or b""),
+            self.fingerprint,
+            self.key,
+            self.parent or b"",
+            self.block_bytes,
+            self.stored_bytes,
+            self.checksum,
+            self.created_unix_s,
+        ).ljust(_BODY_BYTES, b"\0")
+        return body + _TRAILER.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
+    """The header in the first 256 bytes of ``data``, or why there is none.
+
+    ABSENT: not our magic. FOREIGN: a newer format version. DAMAGED: ours and broken.
+    """
+    if len(data) < HEADER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
+        return Outcome.ABSENT
+    body = bytes(data[:_BODY_BYTES])
+    fields = _FIELDS.unpack_from(body)
+    _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, created = fields
+    if version > VERSION:
+        return Outcome.FOREIGN
+    (trailer,) = _TRAILER.unpack_from(data, _BODY_BYTES)
+    if trailer != xxhash.xxh3_64_intdigest(body):
+        return Outcome.DAMAGED
+    return Header(
+        key=BlockKey(key[:key_len]),
+        parent=BlockKey(parent[:parent_len]) if parent_len else None,
+        fingerprint=fingerprint,
+        block_bytes=block,
+        stored_bytes=stored,
+        checksum=check,
+        created_unix_s=created,
+        codec_id=codec_id,
+    )
+
+
+def admit(data: bytes | bytearray | memoryview, key: BlockKey, fingerprint: bytes, block_bytes: int) -> Header | Outcome:
+    """The header, if it is that of ``key`` in this layout; else the outcome a reader reports.
+
+    ABSENT where another block's bytes lie here: the place was reused, which is no damage.
+    """
+    header = parse(data)
+    if isinstance(header, Outcome):
+        return header
+    if header.key != key:
+        return Outcome.ABSENT
+    if header.fingerprint != fingerprint:
+        return Outcome.FOREIGN
+    if header.block_bytes != block_bytes:
+        return Outcome.DAMAGED
+    return header

@@ -1,0 +1,1 @@
+"""What is worth keeping and who leaves. Pure; one file per policy."""

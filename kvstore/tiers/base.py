@@ -1,0 +1,84 @@
+"""The protocol of a tier: a place for bytes, reached by plain blocking calls from mover threads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.layout import Layout
+from kvstore.types import BlockKey, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """One block's move between ``buffer`` and a tier.
+
+    ``buffer`` holds at least ``layout.block_bytes``: the source of a write, the destination of a read. Where it starts
+    on a page and is whole pages long (an arena slot), a tier may move it without a copy and may overwrite the padding.
+    ``offset_bytes`` is where the block's slot starts in a slot tier's budget; a shared tier goes by ``key`` alone.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    layout: Layout
+    buffer: memoryview
+    offset_bytes: int
+    created_unix_s: int
+    max_age_s: int = 0
+    """Seconds after ``created_unix_s`` at which the block must be gone; 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block that a scan found, not yet verified against its payload."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    fingerprint: bytes
+    block_bytes: int
+    offset_bytes: int
+    created_unix_s: int
+
+
+class Tier(Protocol):
+    """Bytes of blocks. Thread-safe; knows no policy, pins or tables.
+
+    Nothing here raises for a block's sake: each block of a batch gets an ``Outcome``. A call returns when no byte of
+    the buffers will be touched any more. ``deadline_s`` is on the tier's clock (``time.monotonic``); a tier checks it
+    between operations and gives what is left to any wait of its own.
+    """
+
+    name: str
+
+    def slot_bytes(self, layout: Layout) -> int:
+        """Bytes of budget that one block of ``layout`` takes here, headers included."""
+
+    def write(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """Store each block; OK means readable from now on, and after a restart of the process."""
+
+    def read(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """Fill each buffer; OK only for bytes that verified as this key's in this layout.
+
+        A buffer whose outcome is not OK holds undefined bytes.
+        """
+
+    def erase(self, moves: Sequence[BlockMove]) -> None:
+        """Make the blocks unreadable. Absent ones are no error; ``buffer`` is not used."""
+
+    def scan(self) -> Iterator[StoredBlock]:
+        """Every block that is there from before, newest first where the tier knows. Shared tiers yield nothing."""
+
+    def close(self) -> None:
+        """Let go of files and sockets; blocks stay. Safe to call twice."""
+
+
+class Probing(Protocol):
+    """The further capability of a shared tier."""
+
+    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[bool]:
+        """Which keys exist; False where the tier cannot say."""
+
+    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> None:
+        """Start the time to live of each key afresh."""
+
+    def clear(self, namespace: bytes, deadline_s: float) -> int:
+        """Erase every block of a namespace; returns how many."""
