@@ -49,8 +49,8 @@ class Tier(Protocol):
 
     name: str
 
-    def slot_bytes(self, layout: Layout) -> int:
-        """Bytes of budget that one block of ``layout`` takes here, headers included."""
+    def slot_bytes(self, block_bytes: int) -> int:
+        """Bytes of budget that one block of ``block_bytes`` takes here, headers included."""
 
     def write(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
         """Store each block; OK means readable from now on, and after a restart of the process."""
