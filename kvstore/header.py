@@ -87,7 +87,9 @@ def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
     )
 
 
-def admit(data: bytes | bytearray | memoryview, key: BlockKey, fingerprint: bytes, block_bytes: int) -> Header | Outcome:
+def admit(
+    data: bytes | bytearray | memoryview, key: BlockKey, fingerprint: bytes, block_bytes: int
+) -> Header | Outcome:
     """The header, if it is that of ``key`` in this layout; else the outcome a reader reports.
 
     ABSENT where another block's bytes lie here: the place was reused, which is no damage.

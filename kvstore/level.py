@@ -4,7 +4,7 @@ Extents go to the pool that needs slots while any are free. After that a pool ma
 most beyond its share of recent demand, so that a model in use takes over the room of one that is not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvstore.errors import LayoutError
@@ -58,8 +58,8 @@ class Level:
             slots_per_extent = self._extents.extent_bytes // slot_bytes
             if slots_per_extent == 0:
                 raise LayoutError(
-                    f"a block of {block_bytes} bytes takes {slot_bytes} bytes in tier {self.name}, more than its extents"
-                    f" of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
+                    f"a block of {block_bytes} bytes takes {slot_bytes} bytes in tier {self.name}, more than its"
+                    f" extents of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
                 )
             share = _Share(
                 BlockPool(self._policy(), on_evict=self._evict_hook(fingerprint)), slot_bytes, slots_per_extent
@@ -98,7 +98,7 @@ class Level:
     # ---- slots
 
     def reserve(self, fingerprint: bytes, num_blocks: int) -> list[int]:
-        """Up to ``num_blocks`` FILLING slots of a layout: from free extents, from another pool's surplus, by eviction."""
+        """Up to ``num_blocks`` FILLING slots: from free extents, from another pool's surplus, by eviction."""
         share = self._shares[fingerprint]
         self._note_demand(share, num_blocks)
         while share.pool.num(SlotState.FREE) < num_blocks and (self._take_free(share) or self._take_surplus(share)):
@@ -159,8 +159,9 @@ class Level:
             return len(other.extents) - self._extents.num_extents * other.demand_bytes / total_demand
 
         donor = max((other for other in self._shares.values() if other is not share), key=surplus)
-        # A whole extent each way: otherwise two pools near balance would pass one to and fro.
-        if surplus(donor) < 1 or (surplus(share) > -1 and share.extents):
+        # A whole extent each way, or two pools near balance would pass one to and fro; half of one to get a first.
+        threshold = 1.0 if share.extents else 0.5
+        if surplus(donor) < threshold or surplus(share) > -threshold:
             return False
         for extent in sorted(donor.extents, key=lambda extent: self._num_ready(donor, extent)):
             if self._extents.size_bytes(extent) < share.slot_bytes:
@@ -181,17 +182,3 @@ class Level:
         assert len(owned) + self._extents.num_free == self._extents.num_extents, "an extent is lost"
         for share in self._shares.values():
             share.pool.check()
-
-
-def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Adjacent slots as (first, count), in order."""
-    first = count = 0
-    for slot in slots:
-        if count and slot == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = slot, 1
-    if count:
-        yield first, count

@@ -8,7 +8,7 @@ from kvstore.layout import Layout
 from kvstore.types import BlockKey, Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class BlockMove:
     """One block's move between ``buffer`` and a tier.
 
@@ -23,6 +23,7 @@ class BlockMove:
     buffer: memoryview
     offset_bytes: int
     created_unix_s: int
+    """When the block was computed: given to a write; set by a read that finds another time in the header."""
     max_age_s: int = 0
     """Seconds after ``created_unix_s`` at which the block must be gone; 0: no limit."""
 

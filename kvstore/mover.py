@@ -1,0 +1,203 @@
+"""The threads that touch bytes. One lane per tier, bounded, with deadlines and a breaker.
+
+The owner thread submits tickets and, in ``poll``, applies those whose copy has returned. Mover threads run a ticket's
+work and nothing else: they never see a table.
+
+Rule 1: ``poll`` finishes every submitted ticket exactly once, when its copy has returned, however late; if the deadline
+passes first, it abandons the ticket before that, once.
+Rule 2: a ticket whose deadline passes before its turn comes back LATE without having touched a byte.
+Rule 3: nothing here waits for a copy, ``close`` included: a stuck thread is a daemon and keeps only what it holds.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Protocol
+
+from kvstore.breaker import Breaker, BreakerState
+from kvstore.types import Outcome
+
+Work = Callable[[], list[Outcome]]
+Clock = Callable[[], float]
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A copy in flight: what to run in the lane, and what the owner does once it has returned."""
+
+    work: Work
+    num_blocks: int
+    num_bytes: int
+    deadline_s: float
+    finish: Callable[[list[Outcome]], None]
+    """Called by the owner once the copy has returned, with one outcome per block."""
+    abandon: Callable[[], None]
+    """Called by the owner, before ``finish``, if the deadline passes while the copy is still running."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    started: bool = False
+    overdue: bool = False
+
+
+class Executor(Protocol):
+    """Where tickets run: threads, or steps that a test takes."""
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Run it soon, in order of submission where there is one thread."""
+
+    def close(self) -> None:
+        """Take no more; do not wait."""
+
+
+class ThreadExecutor:
+    """Long-lived daemon threads on one SimpleQueue: a hand-off costs a hundredth of a thread pool's."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_threads = num_threads
+        for index in range(num_threads):
+            Thread(target=self._run, name=f"kvstore-{name}-{index}", daemon=True).start()
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Queue it."""
+        self._queue.put(run)
+
+    def close(self) -> None:
+        """Let each thread end after what is queued."""
+        for _ in range(self._num_threads):
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()
+
+
+class Lane:
+    """The way to one tier."""
+
+    def __init__(self, name: str, executor: Executor, max_bytes_in_flight: int) -> None:
+        self.name = name
+        self.breaker = Breaker()
+        self.max_bytes_in_flight = max_bytes_in_flight
+        self.bytes_in_flight = 0
+        self.in_flight: set[Ticket] = set()
+        self._executor = executor
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more may be in flight; an idle lane takes a ticket of any size."""
+        return not self.in_flight or self.bytes_in_flight + num_bytes <= self.max_bytes_in_flight
+
+    def start(self, ticket: Ticket, run: Callable[[], None]) -> None:
+        """Count the ticket and hand it to the executor."""
+        self.in_flight.add(ticket)
+        self.bytes_in_flight += ticket.num_bytes
+        self._executor.submit(run)
+
+    def end(self, ticket: Ticket) -> None:
+        """The ticket has returned."""
+        self.in_flight.remove(ticket)
+        self.bytes_in_flight -= ticket.num_bytes
+
+    def close(self) -> None:
+        """Take no more tickets."""
+        self._executor.close()
+
+
+class Mover:
+    """All lanes, and the place where owner and threads meet."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lanes: dict[str, Lane] = {}
+        self._returned: deque[tuple[Lane, Ticket]] = deque()  # append and popleft are atomic
+        self._wake = Event()
+
+    def add_lane(self, lane: Lane) -> None:
+        """Open the way to a tier."""
+        self._lanes[lane.name] = lane
+
+    def lane(self, name: str) -> Lane:
+        """The lane of a tier."""
+        return self._lanes[name]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Every lane."""
+        return list(self._lanes.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tickets that have not come back."""
+        return sum(len(lane.in_flight) for lane in self._lanes.values())
+
+    def submit(self, lane_name: str, ticket: Ticket) -> bool:
+        """Start a copy; False, and nothing happens, where the lane is full or its breaker open."""
+        lane = self._lanes[lane_name]
+        if not lane.has_room(ticket.num_bytes) or not lane.breaker.allow(self._clock()):
+            return False
+        lane.start(ticket, lambda: self._run(lane, ticket))
+        return True
+
+    def poll(self) -> int:
+        """Apply what has returned, then abandon what is overdue; returns how many tickets that was."""
+        self._wake.clear()
+        now_s = self._clock()
+        num_applied = 0
+        while self._returned:
+            lane, ticket = self._returned.popleft()
+            lane.end(ticket)
+            _judge(lane.breaker, ticket, now_s)
+            ticket.finish(ticket.outcomes)
+            num_applied += 1
+        return num_applied + sum(self._abandon_overdue(lane, now_s) for lane in self._lanes.values())
+
+    def _abandon_overdue(self, lane: Lane, now_s: float) -> int:
+        """A copy that outlived its deadline is stuck: the tier is down, and nobody waits for it any more."""
+        stuck = [t for t in lane.in_flight if not t.overdue and now_s >= t.deadline_s + OVERDUE_GRACE_S]
+        if stuck:
+            lane.breaker.trip(now_s)
+        for ticket in stuck:
+            ticket.overdue = True
+            ticket.abandon()
+        return len(stuck)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a copy returns, at most ``timeout_s``. Only for callers with nothing else to do."""
+        if not self._returned:
+            self._wake.wait(timeout_s)
+
+    def close(self) -> None:
+        """Take no more tickets; never waits for one."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _run(self, lane: Lane, ticket: Ticket) -> None:
+        if self._clock() >= ticket.deadline_s:
+            ticket.outcomes = [Outcome.LATE] * ticket.num_blocks
+        else:
+            ticket.started = True
+            try:
+                ticket.outcomes = ticket.work()
+            except Exception:  # noqa: BLE001 - the edge of a mover thread: a bug in a tier is a miss, not a hang
+                ticket.outcomes = [Outcome.FAILED] * ticket.num_blocks
+        self._returned.append((lane, ticket))
+        self._wake.set()
+
+
+OVERDUE_GRACE_S = 0.05
+"""A tier gives up by itself at the deadline; only one that did not is stuck."""
+
+
+def _judge(breaker: Breaker, ticket: Ticket, now_s: float) -> None:
+    """Tell the breaker what a returned ticket says of its tier; a miss or a full tier is an answer like any other."""
+    if ticket.overdue:
+        return  # it was counted when it became overdue
+    outcomes = set(ticket.outcomes)
+    if Outcome.FAILED in outcomes or (Outcome.LATE in outcomes and Outcome.OK not in outcomes and ticket.started):
+        breaker.fail(now_s)
+    elif ticket.started:
+        breaker.succeed()
+    elif breaker.state is BreakerState.HALF_OPEN:
+        breaker.fail(now_s)  # the one try had no turn: there must be another
