@@ -15,7 +15,7 @@ HEADER_BYTES = 256
 MAGIC = b"TKVBLOCK"
 VERSION = 1
 
-_FIELDS = struct.Struct("<8sHBBBx16s64s64sQQQQ")
+_FIELDS = struct.Struct("<8sHBBBx16s64s64sQQQQQ")
 _TRAILER = struct.Struct("<Q")
 _BODY_BYTES = HEADER_BYTES - _TRAILER.size
 
@@ -40,6 +40,8 @@ class Header:
     """xxh3-64 of the stored payload."""
     created_unix_s: int
     codec_id: int = 0
+    expires_unix_s: int = 0
+    """When the block must be gone, whoever reads it; 0: never."""
 
     def pack(self) -> bytes:
         """The header's 256 bytes."""
@@ -56,6 +58,7 @@ class Header:
             self.stored_bytes,
             self.checksum,
             self.created_unix_s,
+            self.expires_unix_s,
         ).ljust(_BODY_BYTES, b"\0")
         return body + _TRAILER.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -63,14 +66,14 @@ class Header:
 def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
     """The header in the first 256 bytes of ``data``, or why there is none.
 
-    ABSENT: not our magic. FOREIGN: a newer format version. DAMAGED: ours and broken.
+    ABSENT: not our magic. FOREIGN: another format version, older or newer. DAMAGED: ours and broken.
     """
     if len(data) < HEADER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
         return Outcome.ABSENT
     body = bytes(data[:_BODY_BYTES])
     fields = _FIELDS.unpack_from(body)
-    _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, created = fields
-    if version > VERSION:
+    _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, created, expires = fields
+    if version != VERSION:
         return Outcome.FOREIGN
     (trailer,) = _TRAILER.unpack_from(data, _BODY_BYTES)
     if trailer != xxhash.xxh3_64_intdigest(body):
@@ -84,6 +87,7 @@ def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
         checksum=check,
         created_unix_s=created,
         codec_id=codec_id,
+        expires_unix_s=expires,
     )
 
 
