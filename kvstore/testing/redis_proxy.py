@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """This reply, and the server never sees the command."""
+    """A reply of our own; the server never sees the command."""
 
     reply: bytes
 
@@ -184,11 +184,11 @@ def _frame_end(data: bytearray, start: int) -> int | None:
     line_end = data.find(b"\r\n", start)
     if line_end < 0:
         return None
-    kind, end = data[start : start + 1], line_end + 2
-    if kind not in (b"$", b"*"):
+    kind, end = chr(data[start]), line_end + 2
+    if kind not in "$*":
         return end
     length = int(data[start + 1 : line_end])
-    if kind == b"$":
+    if kind == "$":
         end += length + 2 if length >= 0 else 0
         return end if end <= len(data) else None
     for _ in range(length):

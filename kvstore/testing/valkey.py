@@ -141,6 +141,8 @@ class ValkeyServer:
             "dir": str(self._dir),
             "save": "",
             "appendonly": "no",
+            "maxmemory": "1gb",
+            "maxmemory-policy": "allkeys-lru",
             **self._options,
         }
         return [str(self._binary), *(word for name, text in options.items() for word in (f"--{name}", text))]
