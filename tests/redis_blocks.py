@@ -10,7 +10,7 @@ from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey
 
 LAYOUT = Layout(dtype="bfloat16", num_layers=2, num_heads=2, plane_dims=(32, 32), tokens_per_block=16)
-"""16 KiB a block."""
+"""8 KiB a block."""
 
 WHOLE = Layout(dtype="bfloat16", num_layers=64, num_heads=8, plane_dims=(128, 128), tokens_per_block=96)
 """24 MiB a block: three parts."""

@@ -135,8 +135,8 @@ class RedisProxy:
             self._sockets.add(server)
             stack.callback(self._sockets.discard, server)
             commands, replies = _Frames(client), _Frames(server)
-            while (command := commands.next()) and not self._closing.is_set():
-                self._serve(command, client, server, replies)
+            while not self._closing.is_set():
+                self._serve(commands.next(), client, server, replies)
 
     def _serve(self, command: bytes, client: socket.socket, server: socket.socket, replies: "_Frames") -> None:
         name = command.split(b"\r\n", 3)[2].upper()
@@ -168,11 +168,11 @@ class _Frames:
         self._data = bytearray()
 
     def next(self) -> bytes:
-        """The next frame, as it came; empty at the end of the connection."""
+        """The next frame, as it came. Raises ``ConnectionResetError`` at the end of the connection."""
         while (end := _frame_end(self._data, 0)) is None:
             chunk = self._sock.recv(_CHUNK_BYTES)
             if not chunk:
-                return b""
+                raise ConnectionResetError("the other side hung up")
             self._data += chunk
         frame = bytes(self._data[:end])
         del self._data[:end]

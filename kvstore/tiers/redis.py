@@ -98,7 +98,7 @@ class RedisTier:
     def erase(self, moves: Sequence[BlockMove]) -> None:
         """UNLINK every block with its parts, within half a second or not at all."""
         commands = [(b"UNLINK", *value.names(move.key, move.layout.block_bytes)) for move in moves]
-        self._command([move.key for move in moves], commands, time.monotonic() + ERASE_TIMEOUT_S)
+        self._command([move.key for move in moves], commands, int, time.monotonic() + ERASE_TIMEOUT_S)
 
     def scan(self) -> Iterator[StoredBlock]:
         """Nothing: what is there belongs to everybody."""
@@ -110,7 +110,8 @@ class RedisTier:
 
     def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[bool]:
         """Which blocks have a head on a server; False where it cannot be asked."""
-        return [reply == 1 for reply in self._command(keys, [(b"EXISTS", value.name(key)) for key in keys], deadline_s)]
+        asked = [(b"EXISTS", value.name(key)) for key in keys]
+        return [reply == 1 for reply in self._command(keys, asked, int, deadline_s)]
 
     def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Start the TTL of each block and its parts afresh, never beyond the age that its writer gave it."""
@@ -120,7 +121,7 @@ class RedisTier:
         now_s = time.time()
         owners: list[BlockKey] = []
         commands: list[Command] = []
-        for key, head in zip(keys, self._command(keys, asked, deadline_s), strict=True):
+        for key, head in zip(keys, self._command(keys, asked, bytes, deadline_s), strict=True):
             found = parse(head) if isinstance(head, bytes) else None
             if not isinstance(found, Header) or found.key != key or value.has_expired(found, now_s):
                 continue
@@ -128,7 +129,7 @@ class RedisTier:
             for name in value.names(key, found.stored_bytes):
                 owners.append(key)
                 commands.append((b"PEXPIRE", name, int(left_s * 1000)))
-        self._command(owners, commands, deadline_s)
+        self._command(owners, commands, int, deadline_s)
 
     def clear(self, namespace: bytes, deadline_s: float) -> int:
         """SCAN every server for the namespace and UNLINK what is found; returns how many blocks that were."""
@@ -142,11 +143,13 @@ class RedisTier:
             _log.warning("redis tier: clearing a namespace ended early, after %d blocks: %s", num_erased, error)
         return num_erased
 
-    def _command(self, keys: Sequence[BlockKey], commands: Sequence[Command], deadline_s: float) -> list[object]:
+    def _command(
+        self, keys: Sequence[BlockKey], commands: Sequence[Command], expected: type[T], deadline_s: float
+    ) -> list[T | ServerError | OSError]:
         """The replies to small commands, one for each key; errors among them."""
 
-        def work(wire: Wire, indices: Sequence[int]) -> Iterator[object]:
-            return pipeline.command(wire, [commands[i] for i in indices], deadline_s)
+        def work(wire: Wire, indices: Sequence[int]) -> Iterator[T | ServerError]:
+            return pipeline.command(wire, [commands[i] for i in indices], expected, deadline_s)
 
         return self._serve(keys, work, deadline_s)
 
@@ -213,11 +216,10 @@ class RedisTier:
         errors = {index: answer for index, answer in answers.items() if isinstance(answer, ServerError)}
         for code, text in {error.code: str(error) for error in errors.values()}.items():
             self._troubles.note(str(node.endpoint), code, text)
-            if code == "MOVED":
-                self._topology.moved(node)
-            elif code in ("READONLY", "CLUSTERDOWN", "MASTERDOWN"):
+            if code in ("READONLY", "CLUSTERDOWN", "MASTERDOWN"):
                 self._topology.lost(node)
-        return [index for index, error in errors.items() if error.code == "MOVED"]
+        moved = [index for index, error in errors.items() if error.code == "MOVED"]
+        return moved if moved and self._topology.moved(node) else []
 
     def _advise(self, node: Node, wire: Wire, deadline_s: float) -> None:
         """Once for each server: tell the operator if its memory settings do not suit a cache."""

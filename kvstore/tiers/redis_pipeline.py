@@ -7,12 +7,13 @@ must hold for us, and a deadline is noticed soon.
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.codecs.base import Buffer, Codec
 from kvstore.header import HEADER_BYTES, Header
 from kvstore.tiers import redis_value as value
 from kvstore.tiers.base import BlockMove
-from kvstore.tiers.redis_wire import ServerError, Wire, WrongReplyError, pack
+from kvstore.tiers.redis_wire import ServerError, Wire, pack
 from kvstore.types import BlockKey, Outcome
 
 PIPELINE_BYTES = 8 << 20
@@ -21,12 +22,16 @@ _SCAN_COUNT = 1000
 
 Command = Sequence[bytes | int]
 Answer = Outcome | ServerError
+T = TypeVar("T")
 
 
-def command(wire: Wire, commands: Sequence[Command], deadline_s: float) -> Iterator[object]:
-    """The replies to small commands."""
+def command(wire: Wire, commands: Sequence[Command], expected: type[T], deadline_s: float) -> Iterator[T | ServerError]:
+    """The replies to small commands, each of the ``expected`` type."""
     for first in range(0, len(commands), PIPELINE_COMMANDS):
-        yield from wire.ask(commands[first : first + PIPELINE_COMMANDS], deadline_s)
+        for reply in wire.ask(commands[first : first + PIPELINE_COMMANDS], deadline_s):
+            if not isinstance(reply, (expected, ServerError)):
+                raise wire.wrong(f"expected {expected.__name__}, got {reply!r:.80}")
+            yield reply
 
 
 def clear(wire: Wire, pattern: bytes, deadline_s: float) -> Iterator[int]:
@@ -36,10 +41,10 @@ def clear(wire: Wire, pattern: bytes, deadline_s: float) -> Iterator[int]:
         (reply,) = wire.ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)], deadline_s)
         match reply:
             case [bytes(cursor), list(names)]:
-                gone = command(wire, [(b"UNLINK", name) for name in names], deadline_s)
+                gone = command(wire, [(b"UNLINK", name) for name in names], int, deadline_s)
                 yield sum(reply == 1 and value.is_head(name) for name, reply in zip(names, gone, strict=True))
             case _:
-                raise WrongReplyError(f"SCAN was answered with {reply!r}")
+                raise wire.wrong(f"SCAN was answered with {reply!r:.80}")
         if cursor == b"0":
             return
 
@@ -98,15 +103,15 @@ def _write_batch(
     wire.send(buffers, sum(commands_of), deadline_s)
     for num_commands in commands_of:
         replies = [wire.reply(deadline_s) for _ in range(num_commands)]
-        yield _written(replies) if replies else Outcome.ABSENT  # too old: it would be gone by now
+        yield _written(wire, replies) if replies else Outcome.ABSENT  # too old: it would be gone by now
 
 
-def _written(replies: Sequence[object]) -> Answer:
+def _written(wire: Wire, replies: Sequence[object]) -> Answer:
     for reply in replies:
         if isinstance(reply, ServerError):
             return reply
         if reply != b"OK":
-            raise WrongReplyError(f"SET was answered with {reply!r}")
+            raise wire.wrong(f"SET was answered with {reply!r:.80}")
     return Outcome.OK
 
 

@@ -30,8 +30,8 @@ class Topology(Protocol):
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """Every server that holds keys."""
 
-    def moved(self, informant: Node) -> None:
-        """``informant`` does not hold a key that it was asked for, and knows who does."""
+    def moved(self, informant: Node) -> bool:
+        """``informant`` does not hold a key that it was asked for, and knows who does; whether to ask again."""
 
     def lost(self, suspect: Node) -> None:
         """``suspect`` did not answer, or not as a primary does."""
@@ -63,8 +63,9 @@ class Single:
         """The server."""
         return (self._node,)
 
-    def moved(self, informant: Node) -> None:
-        """It has nowhere to move."""
+    def moved(self, informant: Node) -> bool:
+        """There is no other: the server belongs to a Cluster, which a single server's URL cannot serve."""
+        return False
 
     def lost(self, suspect: Node) -> None:
         """There is no other."""
@@ -112,9 +113,9 @@ class Sentinels:
         """The primary."""
         return (self._learn(deadline_s),)
 
-    def moved(self, informant: Node) -> None:
-        """Ask the Sentinels again."""
-        self._primary = None
+    def moved(self, informant: Node) -> bool:
+        """The same as for a single server."""
+        return False
 
     def lost(self, suspect: Node) -> None:
         """Ask the Sentinels again."""
@@ -191,10 +192,11 @@ class Cluster:
         """Every server that has slots."""
         return list(dict.fromkeys(self._learn(deadline_s).nodes))
 
-    def moved(self, informant: Node) -> None:
+    def moved(self, informant: Node) -> bool:
         """Learn the slots again, from ``informant`` first: word travels slowly between servers."""
         self._informant = informant
         self._is_outdated = True
+        return True
 
     def lost(self, suspect: Node) -> None:
         """Learn the slots again, from ``suspect`` last: it may hang."""

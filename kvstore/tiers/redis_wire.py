@@ -52,6 +52,7 @@ class Wire:
         self._pid = os.getpid()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._owed = 0  # replies not yet read
+        self._is_broken = False
         self._bounded_by_s = self._bounded_at_s = 0.0
         self._reader = hiredis.Reader(replyError=ServerError, notEnoughData=_NOT_YET)
         self._chunk = bytearray(_SMALL_REPLY_BYTES)
@@ -61,8 +62,8 @@ class Wire:
 
     @property
     def is_clean(self) -> bool:
-        """Every reply has been read to its end, in this very process."""
-        return self._owed == 0 and self._pid == os.getpid()
+        """Every reply has been read to its end and made sense, in this very process."""
+        return self._owed == 0 and not self._is_broken and self._pid == os.getpid()
 
     @property
     def is_quiet(self) -> bool:
@@ -71,12 +72,18 @@ class Wire:
         poller.register(self._sock, select.POLLIN)
         return self.is_clean and not poller.poll(0)
 
+    def wrong(self, what: str) -> WrongReplyError:
+        """The error to raise for a reply that nobody asked for; the wire is not clean from now on."""
+        self._is_broken = True
+        return WrongReplyError(what)
+
     def close(self) -> None:
         """Close the socket; in a forked child only the child's copy of it."""
         self._sock.close()
 
     def send(self, buffers: Iterable[Buffer], num_replies: int, deadline_s: float) -> None:
         """Send ``buffers`` back to back; ``num_replies`` are owed from now on."""
+        self._bound(deadline_s)  # too late before a byte was sent leaves the wire clean
         self._owed += num_replies
         views = deque(memoryview(buffer) for buffer in buffers)
         while views:
@@ -89,14 +96,13 @@ class Wire:
     def reply(self, deadline_s: float) -> object:
         """The next reply, whole: bytes, int, None, list or ``ServerError``."""
         if self._low != self._high:
-            raise WrongReplyError("bytes are left over from the value before")
+            raise self.wrong("bytes are left over from the value before")
         try:
             while (reply := self._reader.gets()) is _NOT_YET:
                 received = self._receive(memoryview(self._chunk), deadline_s)
                 self._reader.feed(self._chunk, 0, received)  # type: ignore[arg-type]  # any buffer will do
         except hiredis.ProtocolError as error:
-            self._owed += 1  # never clean again
-            raise WrongReplyError(f"not RESP: {error}") from error
+            raise self.wrong(f"not RESP: {error}") from error
         self._end_reply(surplus=self._reader.has_data())
         return reply
 
@@ -119,7 +125,7 @@ class Wire:
             self._end_reply()
             return None
         if kind != b"$" or not rest.isdigit():
-            raise WrongReplyError(f"expected a value, got {line[:32]!r}")
+            raise self.wrong(f"expected a value, got {line[:32]!r}")
         return int(rest)
 
     def take(self, out: memoryview, deadline_s: float) -> None:
@@ -143,15 +149,14 @@ class Wire:
         end = bytearray(len(_CRLF))
         self.take(memoryview(end), deadline_s)
         if end != _CRLF:
-            raise WrongReplyError("a value is longer than its stated length")
+            raise self.wrong("a value is longer than its stated length")
         self._end_reply()
 
     def _end_reply(self, *, surplus: bool = False) -> None:
         """One reply less is owed; bytes beyond the last one were not asked for."""
         self._owed -= 1
         if self._owed == 0 and (surplus or self._low != self._high):
-            self._owed = 1  # never clean again
-            raise WrongReplyError("more replies than requests")
+            raise self.wrong("more replies than requests")
 
     def _line(self, deadline_s: float) -> bytes:
         while (end := self._peek.find(_CRLF, self._low, self._high)) < 0:
@@ -159,7 +164,7 @@ class Wire:
             self._peek[:unread] = self._peek[self._low : self._high]
             self._low, self._high = 0, unread
             if unread == _PEEK_BYTES:
-                raise WrongReplyError("the first line of a reply has no end")
+                raise self.wrong("the first line of a reply has no end")
             self._high += self._receive(self._view[unread:], deadline_s)
         line = bytes(self._view[self._low : end])
         self._low = end + len(_CRLF)
