@@ -45,7 +45,8 @@ def find_binary() -> Path:
 class ValkeyServer:
     """A server process of our own, which may be paused, killed and started again on the same port.
 
-    ``options`` are lines of its configuration, such as ``{"maxmemory": "64mb"}``. Nothing is saved to disk.
+    ``options`` are lines of its configuration, such as ``maxmemory="64mb"``. Nothing is saved to disk. With
+    ``sentinel_conf`` it is a Sentinel.
     """
 
     def __init__(self, *, sentinel_conf: str = "", **options: str) -> None:
@@ -114,9 +115,9 @@ class ValkeyServer:
         shutil.rmtree(self._dir, ignore_errors=True)
 
     @contextmanager
-    def client(self, username: str | None = None, password: str | None = None) -> Iterator["redis.Redis"]:
+    def client(self) -> Iterator["redis.Redis"]:
         """redis-py's client, to look at the server behind the tier's back."""
-        client = redis.Redis(port=self.port, username=username, password=password, protocol=2)
+        client = redis.Redis(port=self.port, password=self._options.get("requirepass"), protocol=2)
         try:
             yield client
         finally:
@@ -153,8 +154,6 @@ class ValkeyServer:
         try:
             with self.client() as client:
                 return bool(client.ping())
-        except redis.AuthenticationError:
-            return True
         except (redis.ConnectionError, redis.TimeoutError):
             return False
 
@@ -199,10 +198,11 @@ def valkey_cluster(num_primaries: int = 3, **options: str) -> Iterator[list[Valk
 
 
 @contextmanager
-def valkey_sentinel(service: str = "kv", **options: str) -> Iterator[tuple[ValkeyServer, ValkeyServer, ValkeyServer]]:
-    """A primary, its replica, and a Sentinel that watches them."""
+def valkey_sentinel(service: str = "kv", password: str = "") -> Iterator[list[ValkeyServer]]:
+    """A primary, its replica, and a Sentinel that watches them; all three with the password, if there is one."""
+    login = {"requirepass": password, "primaryauth": password} if password else {}
     with ExitStack() as stack:
-        settings = {"repl_diskless_sync_delay": "0", **options}
+        settings = {"repl_diskless_sync_delay": "0", **login}
         primary = stack.enter_context(ValkeyServer(**settings))
         replica = stack.enter_context(ValkeyServer(replicaof=f"127.0.0.1 {primary.port}", **settings))
         conf = (
@@ -210,10 +210,12 @@ def valkey_sentinel(service: str = "kv", **options: str) -> Iterator[tuple[Valke
             f"sentinel down-after-milliseconds {service} 500\n"
             f"sentinel failover-timeout {service} 2000\n"
         )
+        if password:
+            conf += f"sentinel auth-pass {service} {password}\nrequirepass {password}\n"
         client = stack.enter_context(replica.client())
         wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica to be in step")
-        sentinel = stack.enter_context(ValkeyServer(sentinel_conf=conf))
-        yield primary, replica, sentinel
+        sentinel = stack.enter_context(ValkeyServer(sentinel_conf=conf, **login))
+        yield [primary, replica, sentinel]
 
 
 def free_port() -> int:

@@ -43,11 +43,19 @@ class Dialer:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline has passed")
-        sock = _connect(endpoint, min(left_s, CONNECT_TIMEOUT_S))
-        if self.tls is None or endpoint.path:
-            return Wire(sock)
         try:
-            return Wire(self.tls.wrap_socket(sock, server_hostname=endpoint.host))
+            return Wire(self._connect(endpoint, min(left_s, CONNECT_TIMEOUT_S)))
+        except TimeoutError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S} s") from error
+
+    def _connect(self, endpoint: Endpoint, timeout_s: float) -> socket.socket:
+        sock = _open_socket(endpoint, timeout_s)
+        if self.tls is None or endpoint.path:
+            return sock
+        try:
+            return self.tls.wrap_socket(sock, server_hostname=endpoint.host)
         except OSError:
             sock.close()
             raise
@@ -123,7 +131,7 @@ class Node:
         return None
 
 
-def _connect(endpoint: Endpoint, timeout_s: float) -> socket.socket:
+def _open_socket(endpoint: Endpoint, timeout_s: float) -> socket.socket:
     if endpoint.path:
         sock = socket.socket(socket.AF_UNIX)
         try:

@@ -15,7 +15,7 @@ from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_value import name
 from kvstore.types import Outcome
-from tests.redis_blocks import LAYOUT, NAMESPACE, are_right, empty, full, key, keys, soon
+from tests.redis_blocks import LAYOUT, NAMESPACE, WHOLE, are_right, empty, full, key, keys, soon
 
 OK, ABSENT, DAMAGED, LATE, FULL, FAILED = (
     Outcome.OK,
@@ -164,6 +164,15 @@ def test_a_write_that_is_answered_with_anything_but_ok_did_not_happen(world: Wor
     assert world.tier.write(full([key(9)]), soon()) == [FAILED]
     assert world.tier.write(full([key(9)]), soon()) == [OK]
     assert world.proxy.num_connections == 2
+
+
+def test_a_block_whose_last_part_did_not_arrive_is_not_there(world: World) -> None:
+    """WK-003, WK-033: the head is published last, so whoever looks in between sees nothing."""
+    world.proxy.inject(Alter(lambda reply: reply), b"SET")
+    world.proxy.inject(Cut(0), b"SET")
+    assert world.tier.write(full([key(9)], WHOLE), soon()) == [FAILED]
+    assert world.tier.probe([key(9)], soon()) == [False]
+    assert world.server.command("EXISTS", name(key(9), 2)) == 1
 
 
 def test_another_keys_value_in_reply_is_damage(world: World) -> None:
