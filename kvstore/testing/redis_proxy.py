@@ -155,8 +155,7 @@ class RedisProxy:
                 release.wait()
             case Cut(num_bytes):
                 client.sendall(reply[:num_bytes])
-                client.shutdown(socket.SHUT_RDWR)
-                return
+                raise ConnectionAbortedError("cut, as asked")
         client.sendall(reply)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.header import HEADER_BYTES
 from kvstore.testing import redis_proxy as proxies
 from kvstore.testing.redis_proxy import Alter, Answer, Cut, Fault, Hold, RedisProxy
-from kvstore.testing.valkey import ValkeyServer
+from kvstore.testing.valkey import ValkeyServer, wait_until
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_value import name
 from kvstore.types import Outcome
@@ -244,6 +244,24 @@ def test_small_replies_of_the_wrong_type_end_the_connection(world: World, comman
     tier.probe([key(0)], soon())
     assert world.proxy.num_connections == 1 + 2  # that of the world's own tier is the first
     tier.close()
+
+
+def test_closing_waits_for_nobody_and_takes_nothing_away(world: World) -> None:
+    """A call in flight ends as it would have, and takes its connection with it."""
+    release = threading.Event()
+    world.proxy.inject(Hold(release), b"GET")
+    moves = empty(keys(2))
+    answers: list[Outcome] = []
+    reader = threading.Thread(target=lambda: answers.extend(world.tier.read(moves, soon())))
+    reader.start()
+    wait_until(lambda: b"GET" in world.proxy.commands, "the request to be out")
+    world.tier.close()
+    assert not answers
+    release.set()
+    reader.join()
+    assert answers == [OK, OK]
+    assert are_right(moves)
+    assert world.tier.read(moves, soon()) == [FAILED, FAILED]
 
 
 def test_nothing_is_asked_twice(world: World) -> None:

@@ -71,20 +71,6 @@ def test_a_stopped_server_costs_each_call_its_deadline_and_no_more(
     assert are_right(moves)
 
 
-def test_closing_does_not_wait_for_a_stopped_server(server: ValkeyServer, tier_of: OpenTier) -> None:
-    tier = tier_of(server)
-    assert tier.write(full([key(0)]), soon()) == [OK]
-    server.pause()
-    answers: list[Outcome] = []
-    reader = threading.Thread(target=lambda: answers.extend(tier.read(empty([key(0)]), soon(SHORT_S))))
-    reader.start()
-    tier.close()
-    assert reader.is_alive()
-    reader.join()
-    assert answers == [LATE]
-    server.resume()
-
-
 def test_a_server_may_come_after_its_tier(tier_of: OpenTier) -> None:
     """CR-025: construction connects to nothing; the first call that finds a server uses it."""
     server = ValkeyServer()
