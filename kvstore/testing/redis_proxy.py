@@ -118,6 +118,7 @@ class RedisProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.num_connections += 1
             self._spawn(lambda client=client: self._relay(client))  # type: ignore[misc]  # binds this very client
 

@@ -13,6 +13,8 @@ import trustme
 from kvstore.testing.redis_proxy import RedisProxy
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_node import Dialer
+from kvstore.tiers.redis_url import parse_url
 from kvstore.types import Outcome
 from tests.redis_blocks import NAMESPACE, WHOLE, are_right, empty, full, key, keys, soon
 
@@ -190,8 +192,9 @@ def test_a_wrong_password_fails_and_is_never_shown(user: str, caplog: pytest.Log
             assert tier.read(empty([key(1)]), soon()) == [FAILED]
             assert wrong not in repr(tier)
             assert wrong not in repr(vars(tier))
-            assert wrong not in repr(vars(tier._topology))
             tier.close()
+    assert wrong not in repr(Dialer(username="kv", password=wrong))
+    assert wrong not in repr(parse_url(f"redis://kv:{wrong}@host"))
     assert "WRONGPASS" in caplog.text
     assert wrong not in caplog.text
 
