@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.codecs.registry import CODECS
 from kvstore.errors import ConfigError
+from kvstore.hashing import Identity, block_keys, namespace_digest
 from kvstore.header import HEADER_BYTES, Header, checksum, parse
 from kvstore.layout import Layout
 from kvstore.testing.valkey import ValkeyServer
@@ -386,6 +387,25 @@ def test_clearing_takes_one_namespace_and_says_how_much(tier: RedisTier, raw: An
     assert tier.probe(keys(3, other), soon()) == [True] * 3
     assert raw.exists(b"somebody's")
     assert tier.clear(NAMESPACE, soon()) == 0
+
+
+def test_tenants_with_another_salt_have_other_names(tier: RedisTier, raw: Any) -> None:
+    """SE-007, SE-008: the same tokens under another salt are not there, to be read, probed or cleared."""
+    a, b = (namespace_digest(Identity(model="m", weights=b"w", salt=salt), LAYOUT) for salt in ("a", "b"))
+    ours, theirs = (block_keys(ns, range(64), LAYOUT.tokens_per_block) for ns in (a, b))
+    store(tier, *ours)
+    assert tier.read(empty(theirs), soon()) == [ABSENT] * 4
+    assert tier.probe(theirs, soon()) == [False] * 4
+    assert tier.clear(b, soon()) == 0
+    assert tier.probe(ours, soon()) == [True] * 4
+
+
+@pytest.mark.parametrize("namespace", [b"*" * 16, b"[a-z]?*\\*\r\n\0../.."])
+def test_no_namespace_is_a_pattern(tier: RedisTier, raw: Any, namespace: bytes) -> None:
+    """SE-012: names are hex, so nothing in them means anything to the server."""
+    store(tier, *keys(3), key(5, namespace))
+    assert tier.clear(namespace, soon()) == 1
+    assert len(raw.keys()) == 3
 
 
 def test_erasing_takes_what_it_is_told(tier: RedisTier) -> None:
