@@ -67,8 +67,10 @@ def read(wire: Wire, moves: Sequence[BlockMove], deadline_s: float) -> Iterator[
     num_asked = 0
     bytes_due = 0
     for index, move in enumerate(moves):
+        ahead: Sequence[BlockMove] = ()
         if num_asked == index or bytes_due <= PIPELINE_BYTES // 2:  # many at a time, so that the server wakes up less
             ahead = _first(moves, num_asked, PIPELINE_BYTES - bytes_due)
+        if ahead:
             names = [name for later in ahead for name in value.names(later.key, later.layout.block_bytes)]
             wire.send([b"".join(pack((b"GET", name)) for name in names)], len(names), deadline_s)
             num_asked += len(ahead)
@@ -78,7 +80,7 @@ def read(wire: Wire, moves: Sequence[BlockMove], deadline_s: float) -> Iterator[
 
 
 def _first(moves: Sequence[BlockMove], start: int, max_bytes: int) -> Sequence[BlockMove]:
-    """The moves from ``start`` on that fit into ``max_bytes``, one at least if there is any."""
+    """The moves from ``start`` on that fit into ``max_bytes``, one at least if any is left."""
     end = start
     while end < len(moves) and (end == start or max_bytes >= moves[end].layout.block_bytes):
         max_bytes -= moves[end].layout.block_bytes

@@ -400,7 +400,7 @@ def test_tenants_with_another_salt_have_other_names(tier: RedisTier, raw: Any) -
     assert tier.probe(ours, soon()) == [True] * 4
 
 
-@pytest.mark.parametrize("namespace", [b"*" * 16, b"[a-z]?*\\*\r\n\0../.."])
+@pytest.mark.parametrize("namespace", [b"*" * 16, b"[a-z]?*\\*\r\n\0../."])
 def test_no_namespace_is_a_pattern(tier: RedisTier, raw: Any, namespace: bytes) -> None:
     """SE-012: names are hex, so nothing in them means anything to the server."""
     store(tier, *keys(3), key(5, namespace))
