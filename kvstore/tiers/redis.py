@@ -155,6 +155,8 @@ class RedisTier:
 
     def _serve(self, keys: Sequence[BlockKey], work: Work[T], deadline_s: float) -> list[T | OSError]:
         """The answers of ``work`` for every key, asked server by server; keys that moved are asked for once more."""
+        if time.monotonic() >= deadline_s:
+            return [TimeoutError("the deadline had passed before anything was asked")] * len(keys)
         answers: dict[int, T | OSError] = {}
         moved = self._serve_once(keys, range(len(keys)), work, answers, deadline_s)
         if moved:
@@ -185,16 +187,21 @@ class RedisTier:
     def _group(
         self, keys: Sequence[BlockKey], indices: Iterable[int], answers: dict[int, T | OSError], deadline_s: float
     ) -> dict[Node, list[int]]:
-        """Indices by the server that holds their key; the answer is entered at once for those that have none."""
+        """Indices by the server that holds their key; those that have none get their answer here."""
+        try:
+            nodes = {index: self._topology.node(keys[index], deadline_s) for index in indices}
+        except OSError as error:
+            self._troubles.note(self._label, type(error).__name__, str(error))
+            answers.update(dict.fromkeys(indices, error))
+            return {}
         groups: dict[Node, list[int]] = {}
-        for index in indices:
-            try:
-                node = self._topology.node(keys[index], deadline_s)
-            except OSError as error:
-                self._troubles.note(self._label, type(error).__name__, str(error))
-                answers.update(dict.fromkeys(indices, error))
-                return {}
-            groups.setdefault(node, []).append(index)
+        for index, node in nodes.items():
+            if node is None:
+                answers[index] = ConnectionError("no server holds the key's slot")
+            else:
+                groups.setdefault(node, []).append(index)
+        if None in nodes.values():
+            self._topology.lost(None)
         return groups
 
     def _ask(self, node: Node, members: Sequence[int], work: Work[T], deadline_s: float) -> dict[int, T | OSError]:

@@ -24,8 +24,8 @@ NUM_SLOTS = 16384
 class Topology(Protocol):
     """The servers of a tier. Every method may raise ``OSError``, as long as nobody knows where the servers are."""
 
-    def node(self, key: BlockKey, deadline_s: float) -> Node:
-        """The server that holds ``key``."""
+    def node(self, key: BlockKey, deadline_s: float) -> Node | None:
+        """The server that holds ``key``; None where no server does."""
 
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """Every server that holds keys."""
@@ -33,8 +33,8 @@ class Topology(Protocol):
     def moved(self, informant: Node) -> bool:
         """``informant`` does not hold a key that it was asked for, and knows who does; whether to ask again."""
 
-    def lost(self, suspect: Node) -> None:
-        """``suspect`` did not answer, or not as a primary does."""
+    def lost(self, suspect: Node | None) -> None:
+        """``suspect`` did not answer, or not as a primary does; None: a key has no server."""
 
     def close(self) -> None:
         """Close idle connections. Safe to call twice."""
@@ -67,7 +67,7 @@ class Single:
         """There is no other: the server belongs to a Cluster, which a single server's URL cannot serve."""
         return False
 
-    def lost(self, suspect: Node) -> None:
+    def lost(self, suspect: Node | None) -> None:
         """There is no other."""
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Sentinels:
         """The same as for a single server."""
         return False
 
-    def lost(self, suspect: Node) -> None:
+    def lost(self, suspect: Node | None) -> None:
         """Ask the Sentinels again."""
         self._primary = None
 
@@ -180,13 +180,9 @@ class Cluster:
         self._informant: Node | None = None
         self._suspect: Node | None = None
 
-    def node(self, key: BlockKey, deadline_s: float) -> Node:
+    def node(self, key: BlockKey, deadline_s: float) -> Node | None:
         """The primary of the key's slot."""
-        node = self._learn(deadline_s).find(key_slot(key))
-        if node is None:
-            self._is_outdated = True
-            raise ConnectionError("the cluster has a slot that no server holds")
-        return node
+        return self._learn(deadline_s).find(key_slot(key))
 
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """Every server that has slots."""
@@ -198,7 +194,7 @@ class Cluster:
         self._is_outdated = True
         return True
 
-    def lost(self, suspect: Node) -> None:
+    def lost(self, suspect: Node | None) -> None:
         """Learn the slots again, from ``suspect`` last: it may hang."""
         self._suspect = suspect
         self._is_outdated = True

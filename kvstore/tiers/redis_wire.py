@@ -146,10 +146,11 @@ class Wire:
 
     def end_value(self, deadline_s: float) -> None:
         """The value has been read; so is its end mark now."""
-        end = bytearray(len(_CRLF))
-        self.take(memoryview(end), deadline_s)
-        if end != _CRLF:
+        while self._high - self._low < len(_CRLF):
+            self._look_ahead(deadline_s)
+        if not self._peek.startswith(_CRLF, self._low):
             raise self.wrong("a value is longer than its stated length")
+        self._low += len(_CRLF)
         self._end_reply()
 
     def _end_reply(self, *, surplus: bool = False) -> None:
@@ -160,15 +161,19 @@ class Wire:
 
     def _line(self, deadline_s: float) -> bytes:
         while (end := self._peek.find(_CRLF, self._low, self._high)) < 0:
-            unread = self._high - self._low
-            self._peek[:unread] = self._peek[self._low : self._high]
-            self._low, self._high = 0, unread
-            if unread == _PEEK_BYTES:
+            if self._high - self._low == _PEEK_BYTES:
                 raise self.wrong("the first line of a reply has no end")
-            self._high += self._receive(self._view[unread:], deadline_s)
+            self._look_ahead(deadline_s)
         line = bytes(self._view[self._low : end])
         self._low = end + len(_CRLF)
         return line
+
+    def _look_ahead(self, deadline_s: float) -> None:
+        """Receive into what is free of the peek."""
+        unread = self._high - self._low
+        self._peek[:unread] = self._peek[self._low : self._high]
+        self._low, self._high = 0, unread
+        self._high += self._receive(self._view[unread:], deadline_s)
 
     def _receive(self, into: memoryview, deadline_s: float) -> int:
         self._bound(deadline_s)

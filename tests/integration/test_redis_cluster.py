@@ -113,6 +113,21 @@ def test_a_moved_slot_is_found_again_in_the_same_call(servers: list[ValkeyServer
         server.command("CLUSTER", "SETSLOT", slot, "NODE", source_id)
 
 
+def test_a_slot_that_nobody_holds_fails_alone(servers: list[ValkeyServer], tier: RedisTier) -> None:
+    some = keys(60)
+    assert tier.write(full(some), soon()) == [OK] * 60
+    slot, holder = key_slot(some[7]), servers[owner(servers, some[7])]
+    for server in servers:
+        server.command("CLUSTER", "DELSLOTS", slot)
+    newcomer = RedisTier(cluster_url(servers))
+    expected = [FAILED if key_slot(one) == slot else OK for one in some]
+    assert newcomer.read(empty(some), soon()) == expected
+    assert newcomer.read(empty(some), soon()) == expected
+    holder.command("CLUSTER", "ADDSLOTS", slot)
+    wait_until(lambda: newcomer.write(full(some), soon()) == [OK] * 60, "the slot to be found")
+    newcomer.close()
+
+
 def test_a_hung_server_costs_its_own_blocks_alone(servers: list[ValkeyServer], tier: RedisTier) -> None:
     some = keys(60)
     assert tier.write(full(some), soon()) == [OK] * 60
