@@ -193,7 +193,7 @@ def valkey_cluster(num_primaries: int = 3, **options: str) -> Iterator[list[Valk
             server.command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for server, bus_port in zip(servers[1:], bus_ports[1:], strict=True):
             servers[0].command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_port)
-        wait_until(lambda: all(map(_sees_all_slots, servers)), "the cluster to agree on its slots")
+        wait_until(lambda: all(map(sees_all_slots, servers)), "the cluster to agree on its slots")
         yield servers
 
 
@@ -226,7 +226,8 @@ def free_port() -> int:
         return port
 
 
-def _sees_all_slots(server: ValkeyServer) -> bool:
+def sees_all_slots(server: ValkeyServer) -> bool:
+    """Whether a Cluster's server knows who holds each slot."""
     info = bytes(server.command("CLUSTER", "INFO"))
     return b"cluster_state:ok" in info and b"cluster_slots_assigned:%d" % _NUM_SLOTS in info
 

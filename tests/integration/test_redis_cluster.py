@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.testing.valkey import ValkeyServer, free_port, valkey_cluster, wait_until
+from kvstore.testing.valkey import ValkeyServer, free_port, sees_all_slots, valkey_cluster, wait_until
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_topology import key_slot
 from kvstore.tiers.redis_value import name
@@ -125,6 +125,7 @@ def test_a_slot_that_nobody_holds_fails_alone(servers: list[ValkeyServer], tier:
     assert newcomer.read(empty(some), soon()) == expected
     holder.command("CLUSTER", "ADDSLOTS", slot)
     wait_until(lambda: newcomer.write(full(some), soon()) == [OK] * 60, "the slot to be found")
+    wait_until(lambda: all(map(sees_all_slots, servers)), "word to get around")
     newcomer.close()
 
 
