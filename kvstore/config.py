@@ -46,6 +46,18 @@ class FileConfig:
     write_bytes_per_day: int | None = None
     admission: Admission = "always"
 
+    def validate_against_machine(self) -> None:
+        """Raises ``ConfigError`` where directories lack room; they share the capacity equally."""
+        share_bytes = self.capacity_bytes // len(self.directories)
+        for directories in machine.by_file_system(self.directories):
+            wanted_bytes = share_bytes * len(directories)
+            room_bytes = machine.room_bytes(directories)
+            if wanted_bytes > room_bytes:
+                raise ConfigError(
+                    f"file.capacity needs {format_size(wanted_bytes)} in {', '.join(map(str, directories))}, but there"
+                    f" is room for {format_size(room_bytes)}: lower file.capacity or free disk space"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
@@ -206,7 +218,7 @@ class Config:
                 f" {format_size(memory_bytes)} of memory: lower it, or raise the container's limit"
             )
         if self.file is not None:
-            _validate_disks(self.file)
+            self.file.validate_against_machine()
 
 
 def gather(path: Path | None, environ: Mapping[str, str]) -> dict[str, Given]:
@@ -340,16 +352,3 @@ def _refuse_orphans(switch: str, given: Mapping[str, Given]) -> None:
             f"{given[orphan].source}: {orphan} is set, but {switch} is not, so there is no {table} tier;"
             f" write for example {switch.partition('.')[2]} = {_BY_KEY[switch].example}"
         )
-
-
-def _validate_disks(config: FileConfig) -> None:
-    """Directories share the capacity equally; those on one file system share its room."""
-    share_bytes = config.capacity_bytes // len(config.directories)
-    for directories in machine.by_file_system(config.directories):
-        wanted_bytes = share_bytes * len(directories)
-        room_bytes = machine.room_bytes(directories)
-        if wanted_bytes > room_bytes:
-            raise ConfigError(
-                f"file.capacity needs {format_size(wanted_bytes)} in {', '.join(map(str, directories))}, but there is"
-                f" room for {format_size(room_bytes)}: lower file.capacity or free disk space"
-            )

@@ -18,30 +18,30 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
     return min(limits_bytes, default=None)
 
 
+def existing(path: Path) -> Path:
+    """``path`` or the nearest directory above it that exists and may be seen."""
+    return next(candidate for candidate in (path, *path.absolute().parents) if os.path.exists(candidate))
+
+
 def by_file_system(directories: Sequence[Path]) -> list[list[Path]]:
     """``directories``, which need not exist yet, grouped by the file system they lie on."""
     groups: dict[int, list[Path]] = {}
     for directory in directories:
-        groups.setdefault(_existing(directory).stat().st_dev, []).append(directory)
+        groups.setdefault(existing(directory).stat().st_dev, []).append(directory)
     return list(groups.values())
 
 
 def room_bytes(directories: Sequence[Path]) -> int:
     """What ``directories``, all on one file system, can hold: what is free there, and what their files have already."""
-    free = os.statvfs(_existing(directories[0]))
+    free = os.statvfs(existing(directories[0]))
     held_bytes = sum(
         entry.stat(follow_symlinks=False).st_blocks * 512
         for directory in directories
-        if directory.is_dir()
+        if os.path.isdir(directory) and os.access(directory, os.R_OK | os.X_OK)
         for entry in os.scandir(directory)
         if entry.is_file(follow_symlinks=False)
     )
     return free.f_bavail * free.f_frsize + held_bytes
-
-
-def _existing(path: Path) -> Path:
-    """``path`` or the nearest directory above it that exists."""
-    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def _ram_bytes(root: Path) -> int:
