@@ -148,7 +148,7 @@ def _direct_io(directory: Path) -> Finding:
     """Write and read aligned bytes past the page cache, in a file that has no name where the file system allows."""
     name = f"O_DIRECT in {directory}"
     try:
-        file = tempfile.TemporaryFile(dir=machine.existing(directory), prefix=".kvstore-doctor-")  # noqa: SIM115 - below
+        file = tempfile.TemporaryFile(dir=machine.existing(directory), prefix=".kvstore-doctor-")  # noqa: SIM115 - closed below
     except OSError as error:
         return _fail(name, f"no file can be made: {error.strerror}", "let this user write there")
     with file:

