@@ -85,7 +85,7 @@ def _print_finding(finding: Finding) -> None:
     """As soon as it is made: some take a while."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=4)
-    grid.add_column(width=16, overflow="fold")
+    grid.add_column(min_width=22, no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row(Text(finding.verdict.value, _COLOURS[finding.verdict]), finding.name, Text(finding.found))
     if finding.advice:

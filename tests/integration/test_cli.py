@@ -1,0 +1,129 @@
+"""The command line as a person meets it: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "/", "COLUMNS": "100"}
+
+
+def kvstore(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore", *words],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def assert_error(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, one line, no traceback."""
+    assert result.returncode == 2
+    assert result.stderr.startswith("kvstore: ")
+    assert result.stderr.count("\n") == 1
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "kvstore.toml"
+    path.write_text('[memory]\ncapacity = "64MiB"\n')
+    return path
+
+
+COMMANDS = ("config", "doctor")
+
+
+def test_help_lists_the_commands() -> None:
+    result = kvstore("--help")
+    assert result.returncode == 0
+    assert all(f"  {command} " in result.stdout for command in COMMANDS)
+    assert "..." not in result.stdout.partition("Commands:")[2]  # each is told in a line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = kvstore(command, "--help")
+    assert result.returncode == 0
+    assert "--config" in result.stdout
+
+
+def test_no_command_at_all_shows_the_help() -> None:
+    assert "Commands:" in kvstore().stderr + kvstore().stdout
+
+
+def test_an_unknown_command_is_an_error() -> None:
+    result = kvstore("frobnicate")
+    assert result.returncode == 2
+    assert "frobnicate" in result.stderr
+
+
+def test_version() -> None:
+    assert kvstore("--version").stdout.startswith("kvstore 0.")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_in_the_configuration_is_one_line_on_stderr(path: Path, command: str) -> None:
+    path.write_text('[memory]\ncapasity = "64MiB"\n')
+    assert_error(kvstore(command, "-c", str(path)), str(path), "memory.capasity", "memory.capacity")
+
+
+# ---- config
+
+
+def test_config_prints_values_with_their_sources(path: Path) -> None:
+    result = kvstore("config", "--config", str(path), KVSTORE_MAX_AGE="24h")
+    assert result.returncode == 0
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert '"64MiB"' in rows["memory.capacity"]
+    assert str(path) in rows["memory.capacity"]
+    assert '"24h"' in rows["max_age"]
+    assert "environment KVSTORE_MAX_AGE" in rows["max_age"]
+    assert "default" in rows["policy"]
+
+
+def test_config_prints_addresses_in_brackets_as_they_are() -> None:
+    result = kvstore("config", KVSTORE_REDIS_URL="redis://[::1]:6379", KVSTORE_MEMORY_CAPACITY="1MiB")
+    assert '"redis://[::1]:6379"' in result.stdout
+
+
+def test_config_as_json_masks_secrets(path: Path) -> None:
+    result = kvstore(
+        "config", "--json", KVSTORE_CONFIG=str(path), KVSTORE_REDIS_URL="redis://h", KVSTORE_REDIS_PASSWORD="hunter2"
+    )
+    rows = {row["key"]: row for row in json.loads(result.stdout)}
+    assert rows["memory.capacity"] == {"key": "memory.capacity", "value": '"64MiB"', "source": str(path)}
+    assert rows["redis.password"]["value"] == '"***"'
+    assert "hunter2" not in result.stdout
+
+
+def test_config_beyond_the_machine_is_shown_and_then_an_error(path: Path) -> None:
+    path.write_text('[memory]\ncapacity = "8PiB"\n')
+    result = kvstore("config", "-c", str(path))
+    assert '"8PiB"' in result.stdout
+    assert_error(result, "memory.capacity is 8PiB", "lower it")
+
+
+# ---- doctor
+
+
+def test_doctor_exits_with_1_where_something_fails(path: Path) -> None:
+    path.write_text('[memory]\ncapacity = "1MiB"\n[redis]\nurl = "redis://127.0.0.1:1"\n')
+    result = kvstore("doctor", "-c", str(path))
+    assert result.returncode == 1
+    assert "fail" in result.stdout
+    assert "redis at 127.0.0.1:1" in result.stdout
+    assert "to do: check redis.url" in result.stdout
+
+
+def test_doctor_as_json_is_one_document(path: Path) -> None:
+    result = kvstore("doctor", "-c", str(path), "--json")
+    assert result.returncode == 0
+    rows = json.loads(result.stdout)
+    assert {"name", "verdict", "found", "advice"} == set(rows[0])
+    assert {row["verdict"] for row in rows} <= {"ok", "warn"}
