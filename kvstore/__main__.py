@@ -1,4 +1,4 @@
-"""The command line: ``kvstore stats | check | evict | doctor | config``."""
+"""The command line: ``kvstore stats | evict | doctor | config``."""
 
 import json
 import os
@@ -16,7 +16,10 @@ from rich.text import Text
 from kvstore import __version__
 from kvstore.config import PATH_VARIABLE, Config, effective, gather
 from kvstore.doctor import Finding, Verdict, examine
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.quantity import format_size
+from kvstore.servers import ServerReport, clear, survey
+from kvstore.types import NAMESPACE_DIGEST_BYTES
 
 EXIT_BAD_NEWS = 1
 """The command ran and found something wrong."""
@@ -43,6 +46,39 @@ ConfigPath = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
 _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+@app.command()
+def stats(path: ConfigPath = None, as_json: AsJson = False) -> None:
+    """Print what each tier holds.
+
+    Of Redis what its servers say; of the store in a running process, scrape the metrics.
+    """
+    config = Config.load(path, os.environ)
+    servers = [] if config.redis is None else survey(config.redis)
+    if as_json:
+        tiers = {
+            "memory": {"capacity_bytes": config.memory.capacity_bytes},
+            "redis": [asdict(report) for report in servers],
+        }
+        print(json.dumps(tiers, indent=2))
+        return
+    print(f"memory: {format_size(config.memory.capacity_bytes)}, in the process that has the store open")
+    if servers:
+        _print_servers(servers)
+
+
+@app.command()
+def evict(
+    namespace: Annotated[str, typer.Option(help="Free this whole namespace on Redis: 32 hex digits.")],
+    path: ConfigPath = None,
+) -> None:
+    """Free blocks of the lower tiers."""
+    config = Config.load(path, os.environ)
+    digest = _digest(namespace)
+    if config.redis is None:
+        raise ConfigError("no redis tier is configured: give the store's --config, or KVSTORE_REDIS_URL")
+    print(f"redis: {clear(config.redis, digest)} blocks freed")
 
 
 @app.command()
@@ -91,6 +127,30 @@ def _print_finding(finding: Finding) -> None:
     if finding.advice:
         grid.add_row("", "", Text(f"to do: {finding.advice}", "bold"))
     _console().print(grid)
+
+
+def _print_servers(servers: list[ServerReport]) -> None:
+    table = _table("redis", "version", "used", "maxmemory", "policy", "keys", "")
+    for report in servers:
+        if report.error:
+            table.add_row(Text(report.address), *[""] * 5, Text(report.error))
+        else:
+            limit = format_size(report.max_bytes) if report.max_bytes else "none"
+            sizes = format_size(report.used_bytes), limit
+            table.add_row(
+                Text(report.address), report.version, *sizes, report.eviction, str(report.num_keys), Text(report.advice)
+            )
+    _console().print(table)
+
+
+def _digest(text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != NAMESPACE_DIGEST_BYTES:
+        raise typer.BadParameter(f"--namespace {text}: not 32 hex digits")
+    return digest
 
 
 def _version(asked: bool) -> None:

@@ -19,7 +19,7 @@ from kvstore import machine
 from kvstore.config import Config, FileConfig, MemoryConfig
 from kvstore.errors import ConfigError
 from kvstore.quantity import format_size
-from kvstore.survey import ServerReport, survey
+from kvstore.servers import ServerReport, survey
 
 HUGE_PAGE_BYTES = 2 << 20
 DIRECT_IO_BYTES = 64 << 10

@@ -18,7 +18,6 @@ from kvstore.types import NAMESPACE_DIGEST_BYTES, Outcome
 
 BATCH_BLOCKS = 16
 BATCH_TIMEOUT_S = 60.0
-CLEAR_TIMEOUT_S = 600.0
 
 BROKEN = (Outcome.DAMAGED, Outcome.ABSENT)
 """ABSENT: the table names a block that its slot does not hold."""

@@ -4,9 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvstore.layout import Layout
+from kvstore.testing.valkey import ValkeyServer
+from kvstore.tiers.base import BlockMove
+from kvstore.tiers.redis import RedisTier
+from kvstore.types import BlockKey, Outcome
 
 ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "/", "COLUMNS": "100"}
 
@@ -36,7 +44,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-COMMANDS = ("config", "doctor")
+COMMANDS = ("stats", "evict", "doctor", "config")
 
 
 def test_help_lists_the_commands() -> None:
@@ -70,7 +78,8 @@ def test_version() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_mistake_in_the_configuration_is_one_line_on_stderr(path: Path, command: str) -> None:
     path.write_text('[memory]\ncapasity = "64MiB"\n')
-    assert_error(kvstore(command, "-c", str(path)), str(path), "memory.capasity", "memory.capacity")
+    words = ["--namespace", "00" * 16] if command == "evict" else []
+    assert_error(kvstore(command, "-c", str(path), *words), str(path), "memory.capasity", "memory.capacity")
 
 
 # ---- config
@@ -127,3 +136,77 @@ def test_doctor_as_json_is_one_document(path: Path) -> None:
     rows = json.loads(result.stdout)
     assert {"name", "verdict", "found", "advice"} == set(rows[0])
     assert {row["verdict"] for row in rows} <= {"ok", "warn"}
+
+
+# ---- Redis
+
+
+NAMESPACE, OTHER = bytes(range(16)), bytes(16)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+def test_stats_tells_what_the_servers_hold(server: ValkeyServer) -> None:
+    server.command("FLUSHALL")
+    store_on_redis(server.url, NAMESPACE, 3)
+    result = kvstore("stats", "--json", KVSTORE_REDIS_URL=server.url, KVSTORE_MEMORY_CAPACITY="64MiB")
+    assert result.returncode == 0
+    document = json.loads(result.stdout)
+    assert document["memory"] == {"capacity_bytes": 64 << 20}
+    assert document["redis"][0]["num_keys"] == 3
+    table = kvstore("stats", KVSTORE_REDIS_URL=server.url).stdout
+    assert f"127.0.0.1:{server.port}" in table
+    assert "allkeys-lru" in table
+
+
+def test_stats_tells_of_a_server_that_is_gone() -> None:
+    result = kvstore("stats", KVSTORE_REDIS_URL="redis://127.0.0.1:1")
+    assert result.returncode == 0
+    assert "refused" in result.stdout
+
+
+def test_evict_clears_a_namespace_and_no_other(server: ValkeyServer) -> None:
+    server.command("FLUSHALL")
+    store_on_redis(server.url, NAMESPACE, 3)
+    store_on_redis(server.url, OTHER, 2)
+    result = kvstore("evict", "--namespace", NAMESPACE.hex(), KVSTORE_REDIS_URL=server.url)
+    assert (result.returncode, result.stdout) == (0, "redis: 3 blocks freed\n")
+    assert server.command("DBSIZE") == 2
+
+
+def test_evict_without_its_server_is_an_error_and_not_nothing_freed() -> None:
+    result = kvstore("evict", "--namespace", NAMESPACE.hex(), KVSTORE_REDIS_URL="redis://127.0.0.1:1")
+    assert_error(result, "127.0.0.1:1", "refused")
+
+
+def test_evict_without_a_lower_tier_is_an_error() -> None:
+    assert_error(kvstore("evict", "--namespace", NAMESPACE.hex()), "KVSTORE_REDIS_URL")
+
+
+@pytest.mark.parametrize("text", ["", "abc", "zz" * 16, "00" * 15])
+def test_evict_takes_whole_namespaces_only(text: str) -> None:
+    result = kvstore("evict", "--namespace", text, KVSTORE_REDIS_URL="redis://127.0.0.1:1")
+    assert result.returncode == 2
+    assert "not 32 hex digits" in result.stderr
+
+
+def store_on_redis(url: str, namespace: bytes, num_blocks: int) -> None:
+    layout = Layout("uint8", 1, 1, (4096,), 1)
+    moves = [
+        BlockMove(
+            key=BlockKey(namespace + index.to_bytes(32, "big")),
+            parent=None,
+            layout=layout,
+            buffer=memoryview(bytearray(layout.block_bytes)),
+            offset_bytes=0,
+            created_unix_s=int(time.time()),
+        )
+        for index in range(num_blocks)
+    ]
+    tier = RedisTier(url)
+    assert tier.write(moves, time.monotonic() + 10) == [Outcome.OK] * num_blocks
+    tier.close()

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.config import Config, FileConfig, MemoryConfig, RedisConfig
 from kvstore.doctor import Finding, Verdict, examine
-from kvstore.survey import survey
+from kvstore.servers import survey
 from kvstore.testing.valkey import ValkeyServer, valkey_cluster
 
 MEMORY = MemoryConfig(64 << 20)

@@ -1,15 +1,18 @@
-"""What the Redis tier's servers say of themselves. For people who look, not for the store."""
+"""The Redis tier's servers from an operator's side: what they say of themselves, and clearing a namespace."""
 
 import time
 from dataclasses import dataclass
 
 from kvstore.config import RedisConfig
+from kvstore.errors import TierUnavailableError
+from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_log import memory_advice
 from kvstore.tiers.redis_node import Dialer, Node, tls_context
 from kvstore.tiers.redis_topology import open_topology
 from kvstore.tiers.redis_url import parse_url
 
 TIMEOUT_S = 1.0
+CLEAR_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,28 @@ def survey(config: RedisConfig) -> list[ServerReport]:
         return [ServerReport(", ".join(map(str, where.endpoints)), error=_reason(error))]
     finally:
         topology.close()
+
+
+def clear(config: RedisConfig, namespace: bytes) -> int:
+    """Erase a namespace on every server; returns how many blocks that was. All servers must be reachable.
+
+    Raises ``TierUnavailableError`` where one is not.
+    """
+    for report in survey(config):
+        if report.error:
+            raise TierUnavailableError(f"redis at {report.address}: {report.error}; nothing was freed, try again")
+    tier = RedisTier(
+        config.url,
+        username=config.username,
+        password=config.password,
+        tls_ca_file=config.tls_ca_file,
+        tls_cert_file=config.tls_cert_file,
+        tls_key_file=config.tls_key_file,
+    )
+    try:
+        return tier.clear(namespace, time.monotonic() + CLEAR_TIMEOUT_S)
+    finally:
+        tier.close()
 
 
 def _report(node: Node, db: int, ttl_s: int) -> ServerReport:
