@@ -97,8 +97,8 @@ def test_config_prints_values_with_their_sources(path: Path) -> None:
 
 
 def test_config_prints_addresses_in_brackets_as_they_are() -> None:
-    result = kvstore("config", KVSTORE_REDIS_URL="redis://[::1]:6379", KVSTORE_MEMORY_CAPACITY="1MiB")
-    assert '"redis://[::1]:6379"' in result.stdout
+    result = kvstore("config", KVSTORE_REDIS_URL="redis://[fe80::1]:6379", KVSTORE_MEMORY_CAPACITY="1MiB")
+    assert '"redis://[fe80::1]:6379"' in result.stdout
 
 
 def test_config_as_json_masks_secrets(path: Path) -> None:
