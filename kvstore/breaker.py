@@ -32,12 +32,16 @@ class Breaker:
         self._cool_down_s = FIRST_COOL_DOWN_S
         self._retry_at_s = 0.0
 
-    def allow(self, now_s: float) -> bool:
-        """Whether a copy may start now; a yes in OPEN, after the cool-down, is the one try."""
-        if self.state is BreakerState.OPEN and now_s >= self._retry_at_s:
-            self.state = BreakerState.HALF_OPEN
-            return True
+    def is_ready(self, now_s: float) -> bool:
+        """Whether a copy may start now."""
+        if self.state is BreakerState.OPEN:
+            return now_s >= self._retry_at_s
         return self.state is BreakerState.CLOSED
+
+    def let_through(self) -> None:
+        """A copy starts, as ``is_ready`` allowed; in OPEN it is the one try."""
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
 
     def succeed(self) -> None:
         """A copy was answered; one that was started before the breaker opened says nothing new."""

@@ -1,184 +1,64 @@
-"""A slot tier together with its pools: one pool per layout over one byte budget. Owner thread only, no I/O.
+"""The protocol of a level: a tier together with the tables that say what is in it. Owner thread only, no I/O."""
 
-Extents go to the pool that needs slots while any are free. After that a pool may take one from the pool that holds
-most beyond its share of recent demand, so that a model in use takes over the room of one that is not.
-"""
+from collections.abc import Sequence
+from typing import Protocol
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-
-from kvstore.errors import LayoutError
-from kvstore.extents import Extents
-from kvstore.policy.base import Policy
-from kvstore.pool import BlockPool, SlotState
-from kvstore.tiers.base import StoredBlock, Tier
+from kvstore.namespace import Namespace
+from kvstore.tiers.base import Tier
 from kvstore.types import BlockKey
 
-PolicyFactory = Callable[[], Policy[BlockKey]]
-OnEvict = Callable[[bytes, BlockKey, int], None]
 
+class Level(Protocol):
+    """What a copy needs of the level it reads from or writes to.
 
-@dataclass(slots=True)
-class _Share:
-    """What one layout has of the level."""
+    A read is ``begin_read``, the copy, ``end_read``. A write is ``begin_write``, the copy, then ``commit_write`` or
+    ``abort_write`` for each slot; ``quarantine_write`` while a copy that nobody waits for may still touch the slot, and
+    ``reclaim_write`` once that has returned. A shared level has no slots of its own and counts every one as 0.
+    """
 
-    pool: BlockPool
-    slot_bytes: int
-    slots_per_extent: int
-    extents: list[int] = field(default_factory=list)
-    demand_bytes: int = 0
+    name: str
 
+    @property
+    def tier(self) -> Tier:
+        """Where the bytes are."""
 
-class Level:
-    """Where blocks of every layout are in one slot tier."""
-
-    def __init__(
-        self,
-        tier: Tier,
-        extents: Extents,
-        policy: PolicyFactory,
-        *,
-        on_evict: OnEvict | None = None,
-    ) -> None:
-        """``on_evict(fingerprint, key, slot)`` is called as a victim leaves; see ``BlockPool``."""
-        self.tier = tier
-        self.name = tier.name
-        self._extents = extents
-        self._policy = policy
-        self._on_evict = on_evict
-        self._shares: dict[bytes, _Share] = {}
-
-    # ---- pools
-
-    def open_pool(self, fingerprint: bytes, block_bytes: int) -> BlockPool:
-        """The pool of a layout, made at the first call. Raises ``LayoutError`` if a block does not fit an extent."""
-        share = self._shares.get(fingerprint)
-        if share is None:
-            slot_bytes = self.tier.slot_bytes(block_bytes)
-            slots_per_extent = self._extents.extent_bytes // slot_bytes
-            if slots_per_extent == 0:
-                raise LayoutError(
-                    f"a block of {block_bytes} bytes takes {slot_bytes} bytes in tier {self.name}, more than its"
-                    f" extents of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
-                )
-            share = _Share(
-                BlockPool(self._policy(), on_evict=self._evict_hook(fingerprint)), slot_bytes, slots_per_extent
-            )
-            self._shares[fingerprint] = share
-        return share.pool
-
-    def pool(self, fingerprint: bytes) -> BlockPool:
-        """The pool of an opened layout."""
-        return self._shares[fingerprint].pool
-
-    def pools(self) -> Iterator[tuple[bytes, BlockPool]]:
-        """Every layout's fingerprint and pool."""
-        for fingerprint, share in self._shares.items():
-            yield fingerprint, share.pool
+    def covered(self, ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int) -> int:
+        """How many blocks of ``chain`` from index ``start`` on are here, without a gap."""
 
     def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
-        """Where ``slot`` starts in the tier's budget."""
-        share = self._shares[fingerprint]
-        extent, index = divmod(slot, share.slots_per_extent)
-        return extent * self._extents.extent_bytes + index * share.slot_bytes
+        """Where a slot starts in the tier's budget."""
 
-    @property
-    def capacity_bytes(self) -> int:
-        """The tier's whole budget."""
-        return self._extents.capacity_bytes
+    def begin_read(self, ns: Namespace, key: BlockKey, oldest_unix_s: int) -> int | None:
+        """The slot to read ``key`` from, pinned; None if it is not here."""
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of slots that hold or are being filled with a block."""
-        return sum(
-            (share.pool.num_slots - share.pool.num(SlotState.FREE)) * share.slot_bytes
-            for share in self._shares.values()
-        )
+    def end_read(self, ns: Namespace, slot: int) -> None:
+        """The read is over: unpin."""
 
-    # ---- slots
+    def created_unix_s(self, ns: Namespace, slot: int) -> int:
+        """When the block in a pinned slot was computed; 0 if only the tier knows."""
 
-    def reserve(self, fingerprint: bytes, num_blocks: int) -> list[int]:
-        """Up to ``num_blocks`` FILLING slots: from free extents, from another pool's surplus, by eviction."""
-        share = self._shares[fingerprint]
-        self._note_demand(share, num_blocks)
-        while share.pool.num(SlotState.FREE) < num_blocks and (self._take_free(share) or self._take_surplus(share)):
-            pass
-        return share.pool.reserve(num_blocks)
+    def forget(self, ns: Namespace, key: BlockKey) -> None:
+        """``key`` turned out not to be here, or not to be whole."""
 
-    def adopt(self, blocks: Iterable[StoredBlock]) -> int:
-        """Enter what a scan found, given newest first; returns how many were taken. To be called once, at start."""
-        by_extent: dict[int, bytes] = {}
-        num_adopted = 0
-        for block in reversed(list(blocks)):
-            extent, within = divmod(block.offset_bytes, self._extents.extent_bytes)
-            pool = self.open_pool(block.fingerprint, block.block_bytes)
-            share = self._shares[block.fingerprint]
-            slot = extent * share.slots_per_extent + within // share.slot_bytes
-            if within % share.slot_bytes or by_extent.setdefault(extent, block.fingerprint) != block.fingerprint:
-                continue  # a table that disagrees with itself: the slot is free
-            if extent not in share.extents:
-                self._extents.claim(extent)
-                self._give(share, extent)
-            num_adopted += pool.adopt(slot, block.key, block.parent, block.created_unix_s)
-        for share in self._shares.values():
-            share.pool.end_adoption()
-        return num_adopted
+    def begin_write(self, ns: Namespace, num_blocks: int) -> list[int]:
+        """Slots for up to ``num_blocks`` new blocks, evicting others as needed; fewer when the rest is in use."""
 
-    # ---- the inside
+    def commit_write(
+        self, ns: Namespace, slot: int, key: BlockKey, parent: BlockKey | None, created_unix_s: int
+    ) -> None:
+        """The bytes of ``key`` are in ``slot``."""
 
-    def _evict_hook(self, fingerprint: bytes) -> Callable[[BlockKey, int], None] | None:
-        on_evict = self._on_evict
-        if on_evict is None:
-            return None
-        return lambda key, slot: on_evict(fingerprint, key, slot)
+    def abort_write(self, ns: Namespace, slot: int) -> None:
+        """Nothing was written that counts."""
 
-    def _note_demand(self, share: _Share, num_blocks: int) -> None:
-        share.demand_bytes += num_blocks * share.slot_bytes
-        if sum(other.demand_bytes for other in self._shares.values()) > 2 * self._extents.capacity_bytes:
-            for other in self._shares.values():
-                other.demand_bytes //= 2
+    def quarantine_write(self, ns: Namespace, slot: int) -> None:
+        """The write is given up, but its copy may still touch ``slot``."""
 
-    def _give(self, share: _Share, extent: int) -> None:
-        share.extents.append(extent)
-        share.pool.grow(extent * share.slots_per_extent, self._extents.size_bytes(extent) // share.slot_bytes)
+    def reclaim_write(self, ns: Namespace, slot: int) -> None:
+        """That copy has returned."""
 
-    def _take_free(self, share: _Share) -> bool:
-        extent = self._extents.acquire(share.slot_bytes)
-        if extent is None:
-            return False
-        self._give(share, extent)
-        return True
+    def begin_erase(self, ns: Namespace, key: BlockKey) -> int | None:
+        """``key`` is gone at once; its slot is held until ``end_erase``. None if it is not here."""
 
-    def _take_surplus(self, share: _Share) -> bool:
-        """Hand over the emptiest idle extent of the pool that holds most beyond its share of demand."""
-        if len(self._shares) == 1:
-            return False
-        total_demand = sum(other.demand_bytes for other in self._shares.values())
-
-        def surplus(other: _Share) -> float:
-            return len(other.extents) - self._extents.num_extents * other.demand_bytes / total_demand
-
-        donor = max((other for other in self._shares.values() if other is not share), key=surplus)
-        # A whole extent each way, or two pools near balance would pass one to and fro; half of one to get a first.
-        threshold = 1.0 if share.extents else 0.5
-        if surplus(donor) < threshold or surplus(share) > -threshold:
-            return False
-        for extent in sorted(donor.extents, key=lambda extent: self._num_ready(donor, extent)):
-            if self._extents.size_bytes(extent) < share.slot_bytes:
-                continue
-            if donor.pool.shrink(extent * donor.slots_per_extent, self._extents.size_bytes(extent) // donor.slot_bytes):
-                donor.extents.remove(extent)
-                self._give(share, extent)
-                return True
-        return False
-
-    def _num_ready(self, share: _Share, extent: int) -> int:
-        return share.pool.num_ready_in(extent * share.slots_per_extent, share.slots_per_extent)
-
-    def check(self) -> None:
-        """Prove that pools and extents fit together; raises AssertionError. For tests."""
-        owned = [extent for share in self._shares.values() for extent in share.extents]
-        assert len(owned) == len(set(owned)), "an extent has two owners"
-        assert len(owned) + self._extents.num_free == self._extents.num_extents, "an extent is lost"
-        for share in self._shares.values():
-            share.pool.check()
+    def end_erase(self, ns: Namespace, slot: int) -> None:
+        """The bytes in ``slot`` are gone too."""

@@ -77,8 +77,10 @@ class ThreadExecutor:
 class Lane:
     """The way to one tier."""
 
-    def __init__(self, name: str, executor: Executor, max_bytes_in_flight: int) -> None:
+    def __init__(self, name: str, executor: Executor, max_bytes_in_flight: int, ticket_bytes: int) -> None:
+        """``ticket_bytes``: how large one ticket should be for the tier to run well with all its threads."""
         self.name = name
+        self.ticket_bytes = ticket_bytes
         self.breaker = Breaker()
         self.max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0
@@ -109,7 +111,7 @@ class Mover:
     """All lanes, and the place where owner and threads meet."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._lanes: dict[str, Lane] = {}
         self._returned: deque[tuple[Lane, Ticket]] = deque()  # append and popleft are atomic
         self._wake = Event()
@@ -132,18 +134,24 @@ class Mover:
         """Tickets that have not come back."""
         return sum(len(lane.in_flight) for lane in self._lanes.values())
 
+    def can_take(self, lane_name: str, num_bytes: int) -> bool:
+        """Whether ``submit`` of a ticket of ``num_bytes`` would be accepted now."""
+        lane = self._lanes[lane_name]
+        return lane.has_room(num_bytes) and lane.breaker.is_ready(self.clock())
+
     def submit(self, lane_name: str, ticket: Ticket) -> bool:
         """Start a copy; False, and nothing happens, where the lane is full or its breaker open."""
         lane = self._lanes[lane_name]
-        if not lane.has_room(ticket.num_bytes) or not lane.breaker.allow(self._clock()):
+        if not self.can_take(lane_name, ticket.num_bytes):
             return False
+        lane.breaker.let_through()
         lane.start(ticket, lambda: self._run(lane, ticket))
         return True
 
     def poll(self) -> int:
         """Apply what has returned, then abandon what is overdue; returns how many tickets that was."""
         self._wake.clear()
-        now_s = self._clock()
+        now_s = self.clock()
         num_applied = 0
         while self._returned:
             lane, ticket = self._returned.popleft()
@@ -174,7 +182,7 @@ class Mover:
             lane.close()
 
     def _run(self, lane: Lane, ticket: Ticket) -> None:
-        if self._clock() >= ticket.deadline_s:
+        if self.clock() >= ticket.deadline_s:
             ticket.outcomes = [Outcome.LATE] * ticket.num_blocks
         else:
             ticket.started = True

@@ -1,0 +1,294 @@
+"""Copies of blocks between buffers and one level, from the tables' side: begin, submit, and what each outcome means.
+
+Whatever happens to a copy, every slot it touched is given back exactly once: when the copy returned, or into quarantine
+when its deadline passed and then out of it when the copy returned.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.level import Level
+from kvstore.mover import Mover, Ticket
+from kvstore.namespace import Namespace
+from kvstore.stats import Stats
+from kvstore.tiers.base import BlockMove
+from kvstore.types import BlockKey, Outcome
+
+READ = "read"
+WRITE = "write"
+ERASE_BATCH_BLOCKS = 256
+ERASE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block to copy: its key, its parent's, the bytes, and when they were computed (0: not known)."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    buffer: memoryview
+    created_unix_s: int = 0
+
+
+OnReturn = Callable[[Sequence[BlockMove], Sequence[Outcome]], None]
+"""The copy has returned; nothing touches the buffers any more."""
+
+OnAbandon = Callable[[Sequence[BlockMove]], None]
+"""The deadline has passed and the copy may still touch the buffers; ``OnReturn`` follows, with outcomes to ignore."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Erasure:
+    level: Level
+    ns: Namespace
+    moves: list[tuple[int, BlockMove]]
+    """Held slots and what to erase in them."""
+
+
+class Copies:
+    """Starts copies and settles their slots."""
+
+    def __init__(self, mover: Mover, stats: Stats, wall: Callable[[], float] = time.time) -> None:
+        self._mover = mover
+        self._stats = stats
+        self._wall = wall
+        self._erasures: list[_Erasure] = []
+
+    def read(
+        self,
+        level: Level,
+        ns: Namespace,
+        blocks: Sequence[Block],
+        deadline_s: float,
+        on_return: OnReturn,
+        on_abandon: OnAbandon,
+    ) -> int:
+        """Start reading ``blocks`` from ``level`` into their buffers; returns how many leading ones were started.
+
+        Fewer where a block is not there or the lane is busy or down.
+        """
+        num_started = 0
+        oldest_unix_s = ns.oldest_unix_s(self._wall())
+        for batch in self._batches(level, ns, blocks):
+            slots = _begin_reads(level, ns, batch, oldest_unix_s)
+            started = batch[: len(slots)]
+            moves = [
+                self._move(level, ns, block, slot, level.created_unix_s(ns, slot))
+                for block, slot in zip(started, slots, strict=True)
+            ]
+            if not moves or not self._submit_read(level, ns, moves, slots, deadline_s, on_return, on_abandon):
+                for slot in slots:
+                    level.end_read(ns, slot)
+                break
+            num_started += len(moves)
+            if len(moves) < len(batch):
+                break
+        return num_started
+
+    def write(
+        self,
+        level: Level,
+        ns: Namespace,
+        blocks: Sequence[Block],
+        deadline_s: float,
+        on_return: OnReturn,
+        on_abandon: OnAbandon,
+    ) -> int:
+        """Start writing ``blocks`` from their buffers to ``level``; returns how many leading ones were started.
+
+        Fewer where the level has no room, or the lane is busy or down.
+        """
+        num_started = 0
+        for batch in self._batches(level, ns, blocks):
+            if not self._mover.can_take(level.name, len(batch) * ns.layout.block_bytes):
+                break  # ask before evicting anything for it
+            slots = level.begin_write(ns, len(batch))
+            moves = [
+                self._move(level, ns, block, slot, block.created_unix_s or int(self._wall()))
+                for block, slot in zip(batch, slots, strict=False)
+            ]
+            if not moves or not self._submit_write(level, ns, moves, slots, deadline_s, on_return, on_abandon):
+                for slot in slots:
+                    level.abort_write(ns, slot)
+                break
+            num_started += len(moves)
+            if len(moves) < len(batch):
+                break
+        return num_started
+
+    def erase(self, level: Level, ns: Namespace, keys: Sequence[BlockKey]) -> int:
+        """Forget ``keys`` at once and erase their bytes in the background; returns how many were there.
+
+        Their slots stay held until the bytes are gone, however busy the lane is: see ``retry_erasures``.
+        """
+        moves = []
+        for key in keys:
+            slot = level.begin_erase(ns, key)
+            if slot is not None:
+                block = Block(key, None, memoryview(b""))
+                moves.append((slot, self._move(level, ns, block, slot, 0)))
+        for first in range(0, len(moves), ERASE_BATCH_BLOCKS):
+            self._erasures.append(_Erasure(level, ns, moves[first : first + ERASE_BATCH_BLOCKS]))
+        self.retry_erasures()
+        return len(moves)
+
+    def retry_erasures(self) -> None:
+        """Submit erasures that found their lane busy or down."""
+        waiting, self._erasures = self._erasures, []
+        for erasure in waiting:
+            if not self._submit_erase(erasure):
+                self._erasures.append(erasure)
+
+    @property
+    def num_erasures_waiting(self) -> int:
+        """Batches of blocks forgotten but not yet erased."""
+        return len(self._erasures)
+
+    def _batches(self, level: Level, ns: Namespace, blocks: Sequence[Block]) -> list[Sequence[Block]]:
+        size = max(1, self._mover.lane(level.name).ticket_bytes // ns.layout.block_bytes)
+        return [blocks[first : first + size] for first in range(0, len(blocks), size)]
+
+    def _move(self, level: Level, ns: Namespace, block: Block, slot: int, created_unix_s: int) -> BlockMove:
+        return BlockMove(
+            key=block.key,
+            parent=block.parent,
+            layout=ns.layout,
+            buffer=block.buffer,
+            offset_bytes=level.offset_bytes(ns.fingerprint, slot),
+            created_unix_s=created_unix_s,
+            max_age_s=ns.max_age_s,
+        )
+
+    def _submit_read(
+        self,
+        level: Level,
+        ns: Namespace,
+        moves: list[BlockMove],
+        slots: list[int],
+        deadline_s: float,
+        on_return: OnReturn,
+        on_abandon: OnAbandon,
+    ) -> bool:
+        abandoned = False
+
+        def end_reads() -> None:
+            for slot in slots:
+                level.end_read(ns, slot)
+
+        def abandon() -> None:
+            nonlocal abandoned
+            abandoned = True
+            end_reads()  # a reader of a slot that is reused finds another block's header there: a miss
+            self._count(level, READ, moves, [Outcome.LATE] * len(moves))
+            on_abandon(moves)
+
+        def finish(outcomes: list[Outcome]) -> None:
+            if not abandoned:
+                end_reads()
+                self._count(level, READ, moves, outcomes)
+                for move, outcome in zip(moves, outcomes, strict=True):
+                    if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
+                        level.forget(ns, move.key)
+            on_return(moves, outcomes)
+
+        ticket = Ticket(
+            work=lambda: self._read(level, moves, deadline_s),
+            num_blocks=len(moves),
+            num_bytes=len(moves) * ns.layout.block_bytes,
+            deadline_s=deadline_s,
+            finish=finish,
+            abandon=abandon,
+        )
+        return self._mover.submit(level.name, ticket)
+
+    def _submit_write(
+        self,
+        level: Level,
+        ns: Namespace,
+        moves: list[BlockMove],
+        slots: list[int],
+        deadline_s: float,
+        on_return: OnReturn,
+        on_abandon: OnAbandon,
+    ) -> bool:
+        abandoned = False
+
+        def abandon() -> None:
+            nonlocal abandoned
+            abandoned = True
+            for slot in slots:
+                level.quarantine_write(ns, slot)
+            self._count(level, WRITE, moves, [Outcome.LATE] * len(moves))
+            on_abandon(moves)
+
+        def finish(outcomes: list[Outcome]) -> None:
+            if abandoned:
+                for slot in slots:
+                    level.reclaim_write(ns, slot)
+            else:
+                self._count(level, WRITE, moves, outcomes)
+                for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
+                    if outcome is Outcome.OK:
+                        level.commit_write(ns, slot, move.key, move.parent, move.created_unix_s)
+                    else:
+                        level.abort_write(ns, slot)
+            on_return(moves, outcomes)
+
+        ticket = Ticket(
+            work=lambda: level.tier.write(moves, deadline_s),
+            num_blocks=len(moves),
+            num_bytes=len(moves) * ns.layout.block_bytes,
+            deadline_s=deadline_s,
+            finish=finish,
+            abandon=abandon,
+        )
+        return self._mover.submit(level.name, ticket)
+
+    def _read(self, level: Level, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """In a mover thread: read, and erase what is broken while its slots are still pinned."""
+        outcomes = level.tier.read(moves, deadline_s)
+        damaged = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.DAMAGED]
+        if damaged and self._mover.clock() < deadline_s:
+            level.tier.erase(damaged)
+        return outcomes
+
+    def _submit_erase(self, erasure: _Erasure) -> bool:
+        level, ns = erasure.level, erasure.ns
+
+        def work() -> list[Outcome]:
+            level.tier.erase([move for _, move in erasure.moves])
+            return [Outcome.OK] * len(erasure.moves)
+
+        def finish(outcomes: list[Outcome]) -> None:
+            if outcomes[0] is Outcome.LATE:
+                self._erasures.append(erasure)
+                return
+            for slot, _ in erasure.moves:
+                level.end_erase(ns, slot)
+
+        ticket = Ticket(
+            work=work,
+            num_blocks=len(erasure.moves),
+            num_bytes=0,
+            deadline_s=self._mover.clock() + ERASE_TIMEOUT_S,
+            finish=finish,
+            abandon=lambda: None,
+        )
+        return self._mover.submit(level.name, ticket)
+
+    def _count(self, level: Level, op: str, moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
+        for outcome in set(outcomes):
+            self._stats.inc("kvstore_copies_total", outcomes.count(outcome), level.name, op, outcome.value)
+        num_ok = outcomes.count(Outcome.OK)
+        self._stats.inc("kvstore_copied_bytes_total", num_ok * moves[0].layout.block_bytes, level.name, op)
+
+
+def _begin_reads(level: Level, ns: Namespace, blocks: Sequence[Block], oldest_unix_s: int) -> list[int]:
+    slots: list[int] = []
+    for block in blocks:
+        slot = level.begin_read(ns, block.key, oldest_unix_s)
+        if slot is None:
+            break
+        slots.append(slot)
+    return slots

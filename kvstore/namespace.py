@@ -1,0 +1,48 @@
+"""One model's blocks as one tenant sees them: layout, identity, keys, age limit. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvstore.errors import LayoutError
+from kvstore.hashing import DIGESTS, Identity, TokenIds, block_keys, namespace_digest
+from kvstore.layout import Layout
+from kvstore.types import BlockKey
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything of a block's key but its tokens. ``max_age_s`` 0: blocks may stay for ever."""
+
+    identity: Identity
+    layout: Layout
+    max_age_s: int = 0
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The first 16 bytes of every key here."""
+        return namespace_digest(self.identity, self.layout)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """The layout's fingerprint."""
+        return self.layout.fingerprint
+
+    def keys(
+        self, tokens: TokenIds, *, parent: BlockKey | None = None, extras: Mapping[int, bytes] | None = None
+    ) -> list[BlockKey]:
+        """Keys of the whole blocks in ``tokens``; see ``hashing.block_keys``."""
+        scheme = self.identity.hash_scheme
+        if scheme not in DIGESTS:
+            raise LayoutError(f"keys of scheme {scheme!r} are the engine's own: wrap its block hashes with key()")
+        return block_keys(
+            self.digest, tokens, self.layout.tokens_per_block, scheme=scheme, parent=parent, extras=extras
+        )
+
+    def key(self, chain_digest: bytes) -> BlockKey:
+        """The key of a block that an engine has hashed itself, under its own ``hash_scheme``."""
+        return BlockKey(self.digest + chain_digest)
+
+    def oldest_unix_s(self, now_unix_s: float) -> int:
+        """Blocks computed before this moment are too old to be served; 0: none is."""
+        return int(now_unix_s) - self.max_age_s if self.max_age_s else 0

@@ -1,0 +1,124 @@
+"""A shared remote tier together with what is believed of it. Owner thread only, no I/O.
+
+Others write the tier, and its server decides what stays. So the table here is no pool but hints: bounded, ageing, and
+never trusted. A hint that proves wrong is a plain miss.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.namespace import Namespace
+from kvstore.tiers.base import Probing, Tier
+from kvstore.types import BlockKey
+
+MAX_HINTS = 1 << 20
+HINT_AGE_S = 600.0
+
+
+class SharedTier(Tier, Probing, Protocol):
+    """A tier that many hosts share."""
+
+
+class SharedLevel:
+    """Which keys the shared tier was last seen to have."""
+
+    def __init__(self, tier: SharedTier, ttl_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``ttl_s`` is the tier's time to live, which a touch renews; 0: none."""
+        self.tier = tier
+        self.name = tier.name
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._seen_at_s: OrderedDict[BlockKey, float] = OrderedDict()
+
+    @property
+    def num_hints(self) -> int:
+        """Keys believed to be there."""
+        return len(self._seen_at_s)
+
+    def learn(self, keys: Sequence[BlockKey]) -> None:
+        """The tier has these keys, as a probe or a write has just shown."""
+        now_s = self._clock()
+        for key in keys:
+            self._seen_at_s[key] = now_s
+            self._seen_at_s.move_to_end(key)
+        while len(self._seen_at_s) > MAX_HINTS:
+            self._seen_at_s.popitem(last=False)
+
+    def due_for_renewal(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
+        """Keys of ``chain`` whose time to live should be started afresh: a quarter of it has gone since the last."""
+        if not self._ttl_s:
+            return []
+        before_s = self._clock() - self._ttl_s / 4
+        seen = self._seen_at_s
+        return [key for key in chain if (seen_at_s := seen.get(key)) is not None and seen_at_s < before_s]
+
+    def covered(self, ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int) -> int:
+        """How many blocks of ``chain`` from ``start`` on are believed to be there, without a gap."""
+        after_s = self._clock() - self._hint_age_s
+        seen = self._seen_at_s
+        for index in range(start, len(chain)):
+            if seen.get(chain[index], after_s) <= after_s:
+                return index - start
+        return len(chain) - start
+
+    def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
+        """No place: the key says it all."""
+        return 0
+
+    def begin_read(self, ns: Namespace, key: BlockKey, oldest_unix_s: int) -> int | None:
+        """Anything may be there."""
+        return 0
+
+    def end_read(self, ns: Namespace, slot: int) -> None:
+        """Nothing was pinned."""
+
+    def created_unix_s(self, ns: Namespace, slot: int) -> int:
+        """Only the tier knows."""
+        return 0
+
+    def forget(self, ns: Namespace, key: BlockKey) -> None:
+        """Drop the hint."""
+        self._seen_at_s.pop(key, None)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Drop every hint of a namespace."""
+        for key in [key for key in self._seen_at_s if key.startswith(namespace)]:
+            del self._seen_at_s[key]
+
+    def begin_write(self, ns: Namespace, num_blocks: int) -> list[int]:
+        """Room is the server's business."""
+        return [0] * num_blocks
+
+    def commit_write(
+        self,
+        ns: Namespace,
+        slot: int,
+        key: BlockKey,
+        parent: BlockKey | None,
+        created_unix_s: int,
+    ) -> None:
+        """Believe it is there."""
+        self.learn([key])
+
+    def abort_write(self, ns: Namespace, slot: int) -> None:
+        """Nothing to give back."""
+
+    def quarantine_write(self, ns: Namespace, slot: int) -> None:
+        """A late write of the right bytes under the right key does no harm."""
+
+    def reclaim_write(self, ns: Namespace, slot: int) -> None:
+        """Nothing was quarantined."""
+
+    def begin_erase(self, ns: Namespace, key: BlockKey) -> int | None:
+        """Drop the hint; the block may be there without one."""
+        self.forget(ns, key)
+        return 0
+
+    def end_erase(self, ns: Namespace, slot: int) -> None:
+        """Nothing was held."""
+
+    @property
+    def _hint_age_s(self) -> float:
+        return min(HINT_AGE_S, self._ttl_s) if self._ttl_s else HINT_AGE_S
