@@ -1,0 +1,364 @@
+"""NVMe: self-describing blocks in slots of preallocated files, moved past the page cache straight from and into arenas.
+
+A slot is a page with the block's header, then the payload in whole pages; slots that lie side by side move in one
+operation. The order of a write is: clear the table's entry, write header and payload, write the entry. So a kill at any
+moment loses at most the blocks being written. A read believes the header and the payload's checksum, and nothing else.
+Nothing is synced: a power failure may lose blocks, and what it left half-written does not verify.
+
+Rule 1: no call raises for a block's sake; an error of the disk costs the blocks it hit, and is logged once.
+Rule 2: a full disk is FULL and no failure: blocks go on being written where the file owns its space, and growing is
+tried again after a while.
+Rule 3: the tier owns no threads and keeps no record of blocks, only of the layout that each extent serves.
+"""
+
+import errno
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+from kvstore import machine
+from kvstore.errors import ConfigError, KVStoreError, TierUnavailableError
+from kvstore.header import HEADER_BYTES
+from kvstore.quantity import format_size
+from kvstore.tiers import file_slot, superblock
+from kvstore.tiers.base import BlockMove, StoredBlock
+from kvstore.tiers.direct_io import HeaderPages, bounce, in_place
+from kvstore.tiers.file_directory import Directory, Pause
+from kvstore.tiers.file_geometry import (
+    PAGE_BYTES,
+    Geometry,
+    Place,
+    budget_slot_bytes,
+    file_slot_bytes,
+    stride_bytes_for,
+)
+from kvstore.tiers.file_slot import MAX_RUN_BLOCKS, Run, runs
+from kvstore.tiers.os_files import OsFiles
+from kvstore.tiers.write_ledger import WriteLedger
+from kvstore.types import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class FileTier:
+    """Blocks in the files of one or several directories, which this process owns until ``close``.
+
+    Slots go by their offset in a budget of ``capacity_bytes``, which is cut into extents of ``extent_bytes``.
+    """
+
+    name = "file"
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        capacity_bytes: int,
+        *,
+        extent_bytes: int | None = None,
+        write_bytes_per_day: int | None = None,
+        files: OsFiles | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open or make a store that takes up to ``capacity_bytes`` of disk in all directories together.
+
+        ``extent_bytes`` is for a new store; an old one keeps its own. Raises ``ConfigError`` for a capacity that the
+        disks lack or directories that do not belong together, ``OwnershipError`` where another process has one,
+        ``FormatError`` for a newer format, ``TierUnavailableError`` where the system refuses.
+        """
+        self._files = files or OsFiles()
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._guard, self._ledger_guard = threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
+        self._repairs = Pause(clock)
+        self._header_pages = HeaderPages(MAX_RUN_BLOCKS)
+        self._zeros = bounce(PAGE_BYTES)
+        self._sequence = itertools.count(int(wall_clock() * 1e9))
+        with ExitStack() as undo:
+            try:
+                _check_room(directories, capacity_bytes)
+                self._open(directories, capacity_bytes, extent_bytes, undo)
+                self._ledger = self._open_ledger(write_bytes_per_day)
+            except OSError as error:
+                names = ", ".join(map(str, directories))
+                raise TierUnavailableError(f"the file tier cannot be opened in {names}: {error}") from error
+            undo.pop_all()
+        self.capacity_bytes = self._geometry.capacity_bytes
+        """What slots can take: the capacity given, less what the tier needs for itself."""
+        self.extent_bytes = self._geometry.extent_bytes
+
+    # ---- the protocol of a tier
+
+    def slot_bytes(self, block_bytes: int) -> int:
+        """A page for the header, the payload in whole pages, and the entry in the slot table."""
+        return budget_slot_bytes(block_bytes)
+
+    def write(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """Store each block in its slot."""
+        outcomes = [Outcome.FAILED] * len(moves)
+        for run in runs(moves, self._geometry):
+            written = [Outcome.LATE] * len(run)
+            if self._clock() < deadline_s:
+                written = self._write_run(run)
+            for position, outcome in zip(run.positions, written, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def read(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """Fill each buffer from its slot, and verify it."""
+        outcomes = [Outcome.ABSENT] * len(moves)
+        for run in runs(moves, self._geometry):
+            read = [Outcome.LATE] * len(run)
+            if self._clock() < deadline_s:
+                with self._directories[run.first.directory].held() as directory:
+                    read = [Outcome.FAILED] * len(run) if directory is None else self._read_run(directory, run)
+            for position, outcome in zip(run.positions, read, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def erase(self, moves: Sequence[BlockMove]) -> None:
+        """Clear the table's entry and the header of each block that is still in its slot."""
+        for run in runs(moves, self._geometry):
+            with self._directories[run.first.directory].held() as directory:
+                if directory is not None:
+                    for single in run.singles():
+                        self._erase(directory, single)
+
+    def scan(self) -> Iterator[StoredBlock]:
+        """Every block that the tables name, newest first."""
+        rows = [row for directory in self._directories for row in self._rows(directory)]
+        rows.sort(key=itemgetter(0), reverse=True)
+        if rows:  # a clock that was set back does not make new blocks look old
+            self._sequence = itertools.count(max(rows[0][0] + 1, next(self._sequence)))
+        now_unix_s = self._wall_clock()
+        for _, directory, extent, index, data in rows:
+            entry = directory.table.parse(extent, data)
+            if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
+                continue
+            offset_bytes = self._geometry.offset_bytes(Place(directory.number, extent, index), entry.block_bytes)
+            if offset_bytes is not None:
+                yield StoredBlock(
+                    entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
+                )
+
+    def close(self) -> None:
+        """Let go of the directories, each as soon as no call is inside it."""
+        self._closed.set()
+        for directory in self._directories:
+            directory.close()
+
+    # ---- for statistics
+
+    @property
+    def io_mode(self) -> Literal["direct", "buffered"]:
+        """``buffered`` as soon as one directory refuses O_DIRECT."""
+        is_direct = all(directory.io_mode == "direct" for directory in self._directories)
+        return "direct" if is_direct else "buffered"
+
+    @property
+    def writes_stopped(self) -> bool:
+        """Whether a disk was full when space was last asked of it."""
+        return any(directory.growth.is_stopped or directory.writes.is_stopped for directory in self._directories)
+
+    def usage_bytes(self) -> int:
+        """Disk space that all files take."""
+        return sum(directory.usage_bytes() for directory in self._directories)
+
+    # ---- opening
+
+    def _open(self, paths: Sequence[Path], capacity_bytes: int, extent_bytes: int | None, undo: ExitStack) -> None:
+        claimed: list[Directory] = []
+        for path in paths:
+            claimed.append(Directory(path, self._files, self._clock))
+            undo.callback(claimed[-1].close)
+        if extent_bytes is None:
+            extent_bytes = stride_bytes_for(capacity_bytes, len(paths))
+        found = [directory.found for directory in claimed]
+        own = superblock.complete(found, [str(path) for path in paths], extent_bytes, os.urandom(16))
+        self._geometry = Geometry(capacity_bytes, own[0].stride_bytes, len(paths))
+        # Old directories first: if this is cut short, those that are still fresh may join later.
+        for directory, block in sorted(zip(claimed, own, strict=True), key=lambda pair: pair[0].found is None):
+            directory.open(block, self._geometry)
+        self._directories = sorted(claimed, key=lambda directory: directory.number)
+
+    def _open_ledger(self, bytes_per_day: int | None) -> WriteLedger | None:
+        if bytes_per_day is None:
+            return None
+        return WriteLedger(bytes_per_day, self._wall_clock(), self._directories[0].read_ledger())
+
+    def _reopened(self, number: int) -> Directory | None:
+        """The directory, opened anew because its files were deleted; None while that is not possible."""
+        with self._guard:
+            old = self._directories[number]
+            if self._closed.is_set() or not self._repairs.allows():
+                return None
+            with old.held() as directory:
+                if directory is not None and not directory.is_lost:
+                    return old  # another thread was here first
+            old.close()
+            try:
+                self._directories[number] = old.again(self._files, self._clock)
+            except (OSError, KVStoreError) as error:
+                if self._repairs.stop():
+                    log.warning("%s: its files were deleted, and it cannot be opened anew: %s", old.path, error)
+                return None
+            if self._closed.is_set():  # meanwhile, and it may not have seen the new one
+                self._directories[number].close()
+            self._repairs.resume()
+            log.warning("%s: its files were deleted; it starts afresh", old.path)
+            return self._directories[number]
+
+    # ---- runs
+
+    def _write_run(self, run: Run) -> list[Outcome]:
+        number = run.first.directory
+        with self._directories[number].held() as directory:
+            if directory is not None and not directory.is_lost:
+                return self._write_granted(directory, run)
+        reopened = self._reopened(number)
+        if reopened is None:
+            return [Outcome.FAILED] * len(run)
+        with reopened.held() as directory:
+            return [Outcome.FAILED] * len(run) if directory is None else self._write_granted(directory, run)
+
+    def _write_granted(self, directory: Directory, run: Run) -> list[Outcome]:
+        """Write as many blocks of the run as may be written today."""
+        granted = self._grant(run)
+        return self._write(directory, run.part(0, granted)) + [Outcome.FULL] * (len(run) - granted)
+
+    def _grant(self, run: Run) -> int:
+        if self._ledger is None:
+            return len(run)
+        with self._ledger_guard:
+            granted = self._ledger.take(file_slot_bytes(run.layout.block_bytes), len(run), self._wall_clock())
+            if granted:
+                self._directories[0].save_ledger(self._ledger.pack())
+        return granted
+
+    def _write(self, directory: Directory, run: Run) -> list[Outcome]:
+        """Write the run in one operation; where that fails, each block by itself, so that an error costs one block."""
+        if not len(run):
+            return []
+        try:
+            if not directory.writes.allows() or not directory.prepare(run.first, len(run), run.layout):
+                outcome = Outcome.FULL
+            else:
+                self._write_at_once(directory, run)
+                return [Outcome.OK] * len(run)
+        except OSError as error:
+            outcome = directory.judge_write(error)
+        if len(run) > 1:
+            return [outcome for single in run.singles() for outcome in self._write(directory, single)]
+        return [outcome]
+
+    def _write_at_once(self, directory: Directory, run: Run) -> None:
+        first, block_bytes = run.first, run.layout.block_bytes
+        directory.table.clear(first.extent, first.index, len(run))
+        buffers: list[memoryview] = []
+        with self._header_pages.lent() as pages:
+            for page, move in zip(pages, run.moves, strict=False):
+                page[:HEADER_BYTES] = file_slot.seal(move)
+                payload = in_place(move.buffer, block_bytes)
+                if payload is None:
+                    payload = bounce(block_bytes)
+                    payload[:block_bytes] = move.buffer[:block_bytes]
+                buffers += (page, payload)
+            written = directory.write(buffers, self._geometry.file_offset_bytes(first, block_bytes))
+        if written != len(run) * file_slot_bytes(block_bytes):
+            raise OSError(errno.EIO, f"only {written} bytes were written")
+        directory.writes.resume()
+        entries = [file_slot.entry(move, next(self._sequence)) for move in run.moves]
+        directory.table.put(first.extent, first.index, entries)
+
+    def _read_run(self, directory: Directory, run: Run) -> list[Outcome]:
+        if directory.is_lost:
+            return [Outcome.ABSENT] * len(run)
+        block_bytes = run.layout.block_bytes
+        slot_bytes = file_slot_bytes(block_bytes)
+        with self._header_pages.lent() as pages:
+            payloads = [in_place(move.buffer, block_bytes) or bounce(block_bytes) for move in run.moves]
+            buffers = [buffer for pair in zip(pages, payloads, strict=False) for buffer in pair]
+            try:
+                num_bytes = directory.read(buffers, self._geometry.file_offset_bytes(run.first, block_bytes))
+            except OSError as error:
+                directory.report("reading", error)
+                num_bytes = -1
+            if num_bytes == len(run) * slot_bytes:
+                return [self._admit(*of_block) for of_block in zip(pages, payloads, run.moves, strict=False)]
+        if len(run) > 1:
+            return [outcome for single in run.singles() for outcome in self._read_run(directory, single)]
+        if num_bytes < 0:
+            return [Outcome.FAILED]
+        # What is not there reads as nothing: no header is no block, and a block without its end is a broken one.
+        return [Outcome.DAMAGED if num_bytes >= PAGE_BYTES else Outcome.ABSENT]
+
+    def _admit(self, page: memoryview, pages: memoryview, move: BlockMove) -> Outcome:
+        """Verify what was read, and bring it into the buffer if it is not there yet."""
+        payload = pages[: move.layout.block_bytes]
+        outcome = file_slot.admit(page, payload, move, self._wall_clock())
+        if outcome is Outcome.OK and pages.obj is not move.buffer.obj:
+            move.buffer[: len(payload)] = payload
+        return outcome
+
+    def _erase(self, directory: Directory, run: Run) -> None:
+        """Erase the one block of ``run``, unless its slot or extent has been given to another."""
+        place, (move,) = run.first, run.moves
+        if directory.table.layout(place.extent) != run.layout:
+            return
+        offset = self._geometry.file_offset_bytes(place, run.layout.block_bytes)
+        try:
+            entry = directory.table.entry(place.extent, place.index)
+            if entry is not None and entry.key != move.key:
+                return
+            if entry is None and not self._holds(directory, offset, move):
+                return
+            directory.table.clear(place.extent, place.index)
+            directory.write([self._zeros], offset)
+        except OSError as error:
+            directory.report("erasing", error)
+
+    def _holds(self, directory: Directory, offset: int, move: BlockMove) -> bool:
+        with self._header_pages.lent() as pages:
+            return directory.read(pages[:1], offset) == PAGE_BYTES and file_slot.holds(pages[0], move)
+
+    def _rows(self, directory: Directory) -> Iterator[tuple[int, Directory, int, int, bytes]]:
+        """Sequence, directory, extent, index and bytes of every entry in a table."""
+        with directory.held() as held:
+            for extent in range(self._geometry.num_extents if held else 0):
+                try:
+                    for sequence, index, data in directory.table.scan(extent, self._num_slots(directory, extent)):
+                        yield sequence, directory, extent, index, data
+                except OSError as error:
+                    directory.report("reading the slot table", error)
+
+    def _num_slots(self, directory: Directory, extent: int) -> int:
+        layout = directory.table.layout(extent)
+        return 0 if layout is None else self._geometry.num_slots(directory.number, extent, layout.block_bytes)
+
+
+def _check_room(directories: Sequence[Path], capacity_bytes: int) -> None:
+    """Raises ``ConfigError`` where the disks are too small, warns where they are too full."""
+    share_bytes = capacity_bytes // len(directories)
+    for group in machine.by_file_system(directories):
+        names, wanted_bytes = ", ".join(map(str, group)), share_bytes * len(group)
+        found = os.statvfs(machine.existing(group[0]))
+        size_bytes, room_bytes = found.f_blocks * found.f_frsize, machine.room_bytes(group)
+        if wanted_bytes > size_bytes:
+            raise ConfigError(
+                f"file.capacity wants {format_size(wanted_bytes)} in {names}, and the disk there has"
+                f" {format_size(size_bytes)} in all: lower file.capacity"
+            )
+        if wanted_bytes > room_bytes:
+            log.warning(
+                "file.capacity wants %s in %s, and there is room for %s: writing stops when the disk is full",
+                format_size(wanted_bytes),
+                names,
+                format_size(room_bytes),
+            )

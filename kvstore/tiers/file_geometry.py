@@ -1,0 +1,114 @@
+"""Where a slot of the file tier's budget lies: in which directory, and where in its files. Pure arithmetic.
+
+A slot takes a page for its header, whole pages for its payload, and its entry in the slot table. The budget counts all
+three, so that a full tier takes its capacity on disk and not a byte more. That is why slots do not start on pages in
+the budget, though they do in the file.
+
+With several directories every extent has a piece in each, and runs of ``RUN_BYTES`` take turns, so that one prefix is
+read from all disks at once. A piece starts at the extent's own offset in each file; what is not used there is a hole.
+"""
+
+from dataclasses import dataclass
+
+from kvstore.errors import ConfigError
+from kvstore.extents import extent_bytes_for
+from kvstore.layout import slot_bytes as whole_pages
+
+PAGE_BYTES = 4096
+"""What O_DIRECT moves, and what a header takes."""
+ENTRY_BYTES = 192
+"""What a block takes in the slot table."""
+RUN_BYTES = 2 << 20
+"""The size of operation at which disks are fastest."""
+
+_DIRECTORY_OVERHEAD_BYTES = 4 * PAGE_BYTES  # the directory itself, superblock, lock, ledger
+_PIECE_OVERHEAD_BYTES = 2 * PAGE_BYTES  # the head of a table and its rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The ``index``-th slot of an extent's piece in a directory."""
+
+    directory: int
+    extent: int
+    index: int
+
+
+def file_slot_bytes(block_bytes: int) -> int:
+    """What a slot takes in the file of blocks: a header and the payload, in whole pages."""
+    return PAGE_BYTES + whole_pages(block_bytes)
+
+
+def budget_slot_bytes(block_bytes: int) -> int:
+    """What a slot takes of the budget, its entry in the slot table included."""
+    return file_slot_bytes(block_bytes) + ENTRY_BYTES
+
+
+class Geometry:
+    """How a budget is cut over directories.
+
+    ``stride_bytes`` is from extent to extent in a file, and fixed when a store is made; ``extent_bytes``
+    is the same in the budget, or less where the budget has shrunk to less than one extent. ``capacity_bytes`` is what
+    slots can take: what was configured, less what the tier needs for itself.
+    """
+
+    def __init__(self, configured_bytes: int, stride_bytes: int, num_directories: int) -> None:
+        """Raises ``ConfigError`` where ``configured_bytes`` is too little for a single block."""
+        num_extents = -(-configured_bytes // stride_bytes)
+        overhead_bytes = num_directories * (_DIRECTORY_OVERHEAD_BYTES + num_extents * _PIECE_OVERHEAD_BYTES)
+        self.capacity_bytes = configured_bytes - overhead_bytes
+        if self.capacity_bytes < budget_slot_bytes(1):
+            raise ConfigError(
+                f"the file tier's capacity of {configured_bytes} bytes holds no block: it needs {overhead_bytes} bytes"
+                " for itself; raise file.capacity"
+            )
+        self.stride_bytes = stride_bytes
+        self.num_directories = num_directories
+        self.extent_bytes = min(stride_bytes, self.capacity_bytes)
+        self.num_extents = -(-self.capacity_bytes // self.extent_bytes)
+
+    def place(self, offset_bytes: int, block_bytes: int) -> Place | None:
+        """Where the slot at ``offset_bytes`` of the budget lies; None if no slot for such blocks starts there."""
+        slot_bytes = budget_slot_bytes(block_bytes)
+        extent, within = divmod(offset_bytes, self.extent_bytes)
+        slot, remainder = divmod(within, slot_bytes)
+        if remainder or not 0 <= extent < self.num_extents or within + slot_bytes > self._size_bytes(extent):
+            return None
+        if self.num_directories == 1:
+            return Place(0, extent, slot)
+        per_run = _slots_per_run(block_bytes)
+        run, position = divmod(slot, per_run)
+        turn, directory = divmod(run, self.num_directories)
+        return Place(directory, extent, turn * per_run + position)
+
+    def offset_bytes(self, place: Place, block_bytes: int) -> int | None:
+        """The inverse of ``place``; None if the budget has no such slot any more."""
+        per_run = _slots_per_run(block_bytes)
+        turn, position = divmod(place.index, per_run)
+        slot = (turn * self.num_directories + place.directory) * per_run + position
+        offset_bytes = place.extent * self.extent_bytes + slot * budget_slot_bytes(block_bytes)
+        return offset_bytes if self.place(offset_bytes, block_bytes) == place else None
+
+    def num_slots(self, directory: int, extent: int, block_bytes: int) -> int:
+        """How many slots an extent has in a directory."""
+        per_run = _slots_per_run(block_bytes)
+        turns, rest = divmod(self._size_bytes(extent) // budget_slot_bytes(block_bytes), per_run * self.num_directories)
+        return turns * per_run + min(per_run, max(0, rest - directory * per_run))
+
+    def file_offset_bytes(self, place: Place, block_bytes: int) -> int:
+        """Where the slot starts in its directory's file of blocks."""
+        return place.extent * self.stride_bytes + place.index * file_slot_bytes(block_bytes)
+
+    def _size_bytes(self, extent: int) -> int:
+        return min(self.extent_bytes, self.capacity_bytes - extent * self.extent_bytes)
+
+
+def stride_bytes_for(configured_bytes: int, num_directories: int) -> int:
+    """The stride of a new store: whole pages, and no more than its budget."""
+    stride_bytes = extent_bytes_for(configured_bytes)
+    fitting_bytes = Geometry(configured_bytes, stride_bytes, num_directories).extent_bytes
+    return max(PAGE_BYTES, fitting_bytes // PAGE_BYTES * PAGE_BYTES)
+
+
+def _slots_per_run(block_bytes: int) -> int:
+    return max(1, RUN_BYTES // file_slot_bytes(block_bytes))

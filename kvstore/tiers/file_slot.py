@@ -1,0 +1,133 @@
+"""What lies in a slot of the file tier, and which slots move together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore import header
+from kvstore.header import HEADER_BYTES, Header
+from kvstore.tiers.base import BlockMove
+from kvstore.tiers.file_geometry import RUN_BYTES, Geometry, Place, file_slot_bytes
+from kvstore.tiers.slot_table import Entry, ExtentLayout
+from kvstore.types import Outcome
+
+PLAIN = 0
+"""The codec id of a payload that is stored as it is; file slots take no other."""
+
+MAX_RUN_BLOCKS = RUN_BYTES // file_slot_bytes(1)
+"""Two buffers each, and the kernel takes 1,024 in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks of one layout in adjacent slots of a directory, to be moved in one operation."""
+
+    first: Place
+    positions: list[int]
+    """Where in the batch each block is."""
+    moves: list[BlockMove]
+
+    @property
+    def layout(self) -> ExtentLayout:
+        """That of every block."""
+        return _layout(self.moves[0])
+
+    def __len__(self) -> int:
+        return len(self.moves)
+
+    def part(self, start: int, end: int) -> "Run":
+        """The blocks from ``start`` up to ``end``."""
+        place = Place(self.first.directory, self.first.extent, self.first.index + start)
+        return Run(place, self.positions[start:end], self.moves[start:end])
+
+    def singles(self) -> "Iterator[Run]":
+        """Each block alone."""
+        return (self.part(index, index + 1) for index in range(len(self)))
+
+
+def runs(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
+    """``moves`` in the order of their places, as few runs as may be; those that have no place are left out."""
+    placed = []
+    for position, move in enumerate(moves):
+        place = geometry.place(move.offset_bytes, move.layout.block_bytes)
+        if place is not None:
+            placed.append((place.directory, place.extent, place.index, position))
+    run: Run | None = None
+    max_blocks = 0
+    for directory, extent, index, position in sorted(placed):
+        move = moves[position]
+        follows = run is not None and len(run) < max_blocks and _layout(move) == run.layout
+        if run is not None and follows and Place(directory, extent, index - len(run)) == run.first:
+            run.positions.append(position)
+            run.moves.append(move)
+            continue
+        if run is not None:
+            yield run
+        run = Run(Place(directory, extent, index), [position], [move])
+        max_blocks = max(1, RUN_BYTES // file_slot_bytes(move.layout.block_bytes))
+    if run is not None:
+        yield run
+
+
+def seal(move: BlockMove) -> bytes:
+    """The header of a block that is to be written."""
+    payload = move.buffer[: move.layout.block_bytes]
+    return Header(
+        key=move.key,
+        parent=move.parent,
+        fingerprint=move.layout.fingerprint,
+        block_bytes=len(payload),
+        stored_bytes=len(payload),
+        checksum=header.checksum(payload),
+        created_unix_s=move.created_unix_s,
+        codec_id=PLAIN,
+        expires_unix_s=_expires_unix_s(move),
+    ).pack()
+
+
+def entry(move: BlockMove, sequence: int) -> Entry:
+    """What the table says of a block that has been written."""
+    return Entry(
+        key=move.key,
+        parent=move.parent,
+        fingerprint=move.layout.fingerprint,
+        block_bytes=move.layout.block_bytes,
+        created_unix_s=move.created_unix_s,
+        expires_unix_s=_expires_unix_s(move),
+        sequence=sequence,
+    )
+
+
+def admit(page: memoryview, payload: memoryview, move: BlockMove, now_unix_s: float) -> Outcome:
+    """OK if the slot holds the block that ``move`` asks for, whole and not too old; ``move`` then has its time."""
+    found = header.admit(page[:HEADER_BYTES], move.key, move.layout.fingerprint, move.layout.block_bytes)
+    if isinstance(found, Outcome):
+        return found
+    if found.codec_id != PLAIN:
+        return Outcome.FOREIGN
+    if found.stored_bytes != len(payload) or found.checksum != header.checksum(payload):
+        return Outcome.DAMAGED
+    if has_expired(found.expires_unix_s, now_unix_s) or (
+        move.max_age_s and found.created_unix_s + move.max_age_s <= now_unix_s
+    ):
+        return Outcome.ABSENT
+    move.created_unix_s = found.created_unix_s
+    return Outcome.OK
+
+
+def holds(page: memoryview, move: BlockMove) -> bool:
+    """Whether the header is that of ``move``, or a broken one of ours."""
+    found = header.parse(page[:HEADER_BYTES])
+    return found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key)
+
+
+def has_expired(expires_unix_s: int, now_unix_s: float) -> bool:
+    """Whether the time has passed; 0 never does."""
+    return 0 < expires_unix_s <= now_unix_s
+
+
+def _layout(move: BlockMove) -> ExtentLayout:
+    return ExtentLayout(move.layout.fingerprint, move.layout.block_bytes)
+
+
+def _expires_unix_s(move: BlockMove) -> int:
+    return move.created_unix_s + move.max_age_s if move.max_age_s else 0
