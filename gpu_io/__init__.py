@@ -1,1 +1,1 @@
-"""Moves blocks between an engine's paged memory and host RAM. The only package besides connectors that imports torch."""
+"""Moves blocks between an engine's paged memory and host RAM; besides connectors, the only package with torch."""

@@ -54,6 +54,7 @@ class Copies:
         self._stats = stats
         self._wall = wall
         self._erasures: list[_Erasure] = []
+        self._disownments: dict[bytes, int] = {}
 
     def read(
         self,
@@ -69,7 +70,7 @@ class Copies:
         Fewer where a block is not there or the lane is busy or down.
         """
         num_started = 0
-        oldest_unix_s = ns.oldest_unix_s(self._wall())
+        oldest_unix_s = self.oldest_unix_s(ns)
         for batch in self._batches(level, ns, blocks):
             slots = _begin_reads(level, ns, batch, oldest_unix_s)
             started = batch[: len(slots)]
@@ -116,6 +117,14 @@ class Copies:
             if len(moves) < len(batch):
                 break
         return num_started
+
+    def oldest_unix_s(self, ns: Namespace) -> int:
+        """Blocks of ``ns`` computed before this moment are not served; 0: none is too old."""
+        return ns.oldest_unix_s(self._wall())
+
+    def disown(self, ns: Namespace) -> None:
+        """Whatever copies of ``ns`` are in flight, their blocks do not count: it is being cleared."""
+        self._disownments[ns.digest] = self._disownments.get(ns.digest, 0) + 1
 
     def erase(self, level: Level, ns: Namespace, keys: Sequence[BlockKey]) -> int:
         """Forget ``keys`` at once and erase their bytes in the background; returns how many were there.
@@ -171,6 +180,7 @@ class Copies:
         on_abandon: OnAbandon,
     ) -> bool:
         abandoned = False
+        disowned = self._disownments.get(ns.digest, 0)
 
         def end_reads() -> None:
             for slot in slots:
@@ -190,6 +200,8 @@ class Copies:
                 for move, outcome in zip(moves, outcomes, strict=True):
                     if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
                         level.forget(ns, move.key)
+            if self._disownments.get(ns.digest, 0) != disowned:
+                outcomes = [Outcome.ABSENT] * len(moves)
             on_return(moves, outcomes)
 
         ticket = Ticket(
@@ -213,6 +225,7 @@ class Copies:
         on_abandon: OnAbandon,
     ) -> bool:
         abandoned = False
+        disowned = self._disownments.get(ns.digest, 0)
 
         def abandon() -> None:
             nonlocal abandoned
@@ -233,6 +246,8 @@ class Copies:
                         level.commit_write(ns, slot, move.key, move.parent, move.created_unix_s)
                     else:
                         level.abort_write(ns, slot)
+                if self._disownments.get(ns.digest, 0) != disowned:
+                    self.erase(level, ns, [move.key for move in moves])
             on_return(moves, outcomes)
 
         ticket = Ticket(

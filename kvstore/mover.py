@@ -18,6 +18,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from kvstore.breaker import Breaker, BreakerState
+from kvstore.tiers.base import Tier
 from kvstore.types import Outcome
 
 Work = Callable[[], list[Outcome]]
@@ -77,9 +78,10 @@ class ThreadExecutor:
 class Lane:
     """The way to one tier."""
 
-    def __init__(self, name: str, executor: Executor, max_bytes_in_flight: int, ticket_bytes: int) -> None:
+    def __init__(self, tier: Tier, executor: Executor, max_bytes_in_flight: int, ticket_bytes: int) -> None:
         """``ticket_bytes``: how large one ticket should be for the tier to run well with all its threads."""
-        self.name = name
+        self.tier = tier
+        self.name = tier.name
         self.ticket_bytes = ticket_bytes
         self.breaker = Breaker()
         self.max_bytes_in_flight = max_bytes_in_flight
@@ -138,6 +140,13 @@ class Mover:
         """Whether ``submit`` of a ticket of ``num_bytes`` would be accepted now."""
         lane = self._lanes[lane_name]
         return lane.has_room(num_bytes) and lane.breaker.is_ready(self.clock())
+
+    def room_blocks(self, lane_name: str, block_bytes: int) -> int:
+        """How many blocks may be added to what is in flight in a lane."""
+        lane = self._lanes[lane_name]
+        if not lane.in_flight:
+            return max(1, lane.max_bytes_in_flight // block_bytes)
+        return max(0, lane.max_bytes_in_flight - lane.bytes_in_flight) // block_bytes
 
     def submit(self, lane_name: str, ticket: Ticket) -> bool:
         """Start a copy; False, and nothing happens, where the lane is full or its breaker open."""

@@ -17,7 +17,7 @@ its parent returns. This is how a damaged or expired root costs one block and no
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -124,16 +124,21 @@ class BlockPool:
         """When the READY block in ``slot`` was computed, in wall-clock seconds."""
         return self._created_unix_s[slot]
 
-    def keys(self) -> Iterable[BlockKey]:
-        """Every READY key, in no order; not to be held across a change of the pool."""
-        return self._slot_of.keys()
+    def __iter__(self) -> Iterator[BlockKey]:
+        """Every READY key, in no order; the pool must not change meanwhile."""
+        return iter(self._slot_of)
 
-    def expired(self, namespace: bytes, oldest_unix_s: int) -> list[BlockKey]:
-        """READY keys of ``namespace`` created before ``oldest_unix_s``."""
-        created = self._created_unix_s
-        return [
-            key for key, slot in self._slot_of.items() if created[slot] < oldest_unix_s and key.startswith(namespace)
+    def expired(
+        self, namespace: bytes, oldest_unix_s: int, first_slot: int, num_slots: int
+    ) -> tuple[list[BlockKey], int]:
+        """READY keys of ``namespace`` created before ``oldest_unix_s`` in a range of slots, and where to go on."""
+        end = min(first_slot + num_slots, len(self._key))
+        keys = [
+            key
+            for key, created in zip(self._key[first_slot:end], self._created_unix_s[first_slot:end], strict=True)
+            if key is not None and created < oldest_unix_s and key.startswith(namespace)
         ]
+        return keys, 0 if end == len(self._key) else end
 
     # ---- extents
 

@@ -28,6 +28,8 @@ class _Share:
     slots_per_extent: int
     extents: list[int] = field(default_factory=list)
     demand_bytes: int = 0
+    swept: int = 0
+    """The slot at which the search for old blocks goes on."""
 
 
 class SlotLevel:
@@ -124,6 +126,12 @@ class SlotLevel:
         for share in self._shares.values():
             share.pool.end_adoption()
         return num_adopted
+
+    def sweep(self, ns: Namespace, oldest_unix_s: int, num_slots: int) -> list[BlockKey]:
+        """Keys of ``ns`` computed before ``oldest_unix_s``, among the next ``num_slots`` slots: a bounded step."""
+        share = self._shares[ns.fingerprint]
+        keys, share.swept = share.pool.expired(ns.digest, oldest_unix_s, share.swept, num_slots)
+        return keys
 
     # ---- the protocol of a level
 

@@ -36,7 +36,6 @@ from kvstore.tiers.file_geometry import (
     Geometry,
     Place,
     budget_slot_bytes,
-    file_slot_bytes,
     stride_bytes_for,
 )
 from kvstore.tiers.file_slot import MAX_RUN_BLOCKS, Run, runs
@@ -142,7 +141,7 @@ class FileTier:
             entry = directory.table.parse(extent, data)
             if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
                 continue
-            offset_bytes = self._geometry.offset_bytes(Place(directory.number, extent, index), entry.block_bytes)
+            offset_bytes = self._geometry.grid(entry.block_bytes).offset_bytes(Place(directory.number, extent, index))
             if offset_bytes is not None:
                 yield StoredBlock(
                     entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
@@ -237,7 +236,7 @@ class FileTier:
         if self._ledger is None:
             return len(run)
         with self._ledger_guard:
-            granted = self._ledger.take(file_slot_bytes(run.layout.block_bytes), len(run), self._wall_clock())
+            granted = self._ledger.take(run.grid.file_slot_bytes, len(run), self._wall_clock())
             if granted:
                 self._directories[0].save_ledger(self._ledger.pack())
         return granted
@@ -260,7 +259,7 @@ class FileTier:
 
     def _write_at_once(self, directory: Directory, run: Run) -> None:
         first, block_bytes = run.first, run.layout.block_bytes
-        directory.table.clear(first.extent, first.index, len(run))
+        directory.table.clear(first.extent, first.slot, len(run))
         buffers: list[memoryview] = []
         with self._header_pages.lent() as pages:
             for page, move in zip(pages, run.moves, strict=False):
@@ -270,27 +269,26 @@ class FileTier:
                     payload = bounce(block_bytes)
                     payload[:block_bytes] = move.buffer[:block_bytes]
                 buffers += (page, payload)
-            written = directory.write(buffers, self._geometry.file_offset_bytes(first, block_bytes))
-        if written != len(run) * file_slot_bytes(block_bytes):
+            written = directory.write(buffers, run.file_offset_bytes)
+        if written != len(run) * run.grid.file_slot_bytes:
             raise OSError(errno.EIO, f"only {written} bytes were written")
         directory.writes.resume()
         entries = [file_slot.entry(move, next(self._sequence)) for move in run.moves]
-        directory.table.put(first.extent, first.index, entries)
+        directory.table.put(first.extent, first.slot, entries)
 
     def _read_run(self, directory: Directory, run: Run) -> list[Outcome]:
         if directory.is_lost:
             return [Outcome.ABSENT] * len(run)
         block_bytes = run.layout.block_bytes
-        slot_bytes = file_slot_bytes(block_bytes)
         with self._header_pages.lent() as pages:
             payloads = [in_place(move.buffer, block_bytes) or bounce(block_bytes) for move in run.moves]
             buffers = [buffer for pair in zip(pages, payloads, strict=False) for buffer in pair]
             try:
-                num_bytes = directory.read(buffers, self._geometry.file_offset_bytes(run.first, block_bytes))
+                num_bytes = directory.read(buffers, run.file_offset_bytes)
             except OSError as error:
                 directory.report("reading", error)
                 num_bytes = -1
-            if num_bytes == len(run) * slot_bytes:
+            if num_bytes == len(run) * run.grid.file_slot_bytes:
                 return [self._admit(*of_block) for of_block in zip(pages, payloads, run.moves, strict=False)]
         if len(run) > 1:
             return [outcome for single in run.singles() for outcome in self._read_run(directory, single)]
@@ -312,21 +310,21 @@ class FileTier:
         place, (move,) = run.first, run.moves
         if directory.table.layout(place.extent) != run.layout:
             return
-        offset = self._geometry.file_offset_bytes(place, run.layout.block_bytes)
         try:
-            entry = directory.table.entry(place.extent, place.index)
+            entry = directory.table.entry(place.extent, place.slot)
             if entry is not None and entry.key != move.key:
                 return
-            if entry is None and not self._holds(directory, offset, move):
+            if entry is None and not self._holds(directory, run):
                 return
-            directory.table.clear(place.extent, place.index)
-            directory.write([self._zeros], offset)
+            directory.table.clear(place.extent, place.slot)
+            directory.write([self._zeros], run.file_offset_bytes)
         except OSError as error:
             directory.report("erasing", error)
 
-    def _holds(self, directory: Directory, offset: int, move: BlockMove) -> bool:
+    def _holds(self, directory: Directory, run: Run) -> bool:
         with self._header_pages.lent() as pages:
-            return directory.read(pages[:1], offset) == PAGE_BYTES and file_slot.holds(pages[0], move)
+            num_bytes = directory.read(pages[:1], run.file_offset_bytes)
+            return num_bytes == PAGE_BYTES and file_slot.holds(pages[0], run.moves[0])
 
     def _rows(self, directory: Directory) -> Iterator[tuple[int, Directory, int, int, bytes]]:
         """Sequence, directory, extent, index and bytes of every entry in a table."""
@@ -340,7 +338,7 @@ class FileTier:
 
     def _num_slots(self, directory: Directory, extent: int) -> int:
         layout = directory.table.layout(extent)
-        return 0 if layout is None else self._geometry.num_slots(directory.number, extent, layout.block_bytes)
+        return 0 if layout is None else self._geometry.grid(layout.block_bytes).num_slots(directory.number, extent)
 
 
 def _check_room(directories: Sequence[Path], capacity_bytes: int) -> None:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from kvstore.errors import ConfigError, OwnershipError
 from kvstore.tiers import superblock
-from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place, file_slot_bytes
+from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place
 from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full
 from kvstore.tiers.slot_table import ExtentLayout, SlotTable
 from kvstore.tiers.superblock import SUPERBLOCK_BYTES, Superblock
@@ -177,8 +177,8 @@ class Directory:
 
         False if there is no room on the disk. Raises ``OSError``.
         """
-        slot_bytes = file_slot_bytes(layout.block_bytes)
-        start, end = first.index * slot_bytes, (first.index + count) * slot_bytes
+        slot_bytes = self._geometry.grid(layout.block_bytes).file_slot_bytes
+        start, end = first.slot * slot_bytes, (first.slot + count) * slot_bytes
         chunks = [(first.extent, chunk) for chunk in range(start // PREALLOCATE_BYTES, -(-end // PREALLOCATE_BYTES))]
         if self.table.layout(first.extent) == layout and self._preallocated.issuperset(chunks):
             return True
@@ -249,10 +249,11 @@ class Directory:
             )
 
     def _grow(self, extent: int, chunks: Sequence[tuple[int, int]], layout: ExtentLayout) -> None:
-        num_slots = self._geometry.num_slots(self.number, extent, layout.block_bytes)
+        grid = self._geometry.grid(layout.block_bytes)
+        num_slots = grid.num_slots(self.number, extent)
         if self.table.layout(extent) != layout:
             self._hand_over(extent, layout, num_slots)
-        piece_bytes = num_slots * file_slot_bytes(layout.block_bytes)
+        piece_bytes = num_slots * grid.file_slot_bytes
         for chunk in chunks:
             if chunk not in self._preallocated:
                 start = chunk[1] * PREALLOCATE_BYTES
@@ -283,8 +284,8 @@ class Directory:
         layout = self.table.layout(last)
         end = last * self._geometry.stride_bytes
         if layout is not None:
-            num_slots = self._geometry.num_slots(self.number, last, layout.block_bytes)
-            end += num_slots * file_slot_bytes(layout.block_bytes)
+            grid = self._geometry.grid(layout.block_bytes)
+            end += grid.num_slots(self.number, last) * grid.file_slot_bytes
         if self._files.stat(self._blocks_fd).st_size > end:
             self._files.truncate(self._blocks_fd, end)
 

@@ -8,7 +8,7 @@ With several directories every extent has a piece in each, and runs of ``RUN_BYT
 read from all disks at once. A piece starts at the extent's own offset in each file; what is not used there is a hole.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import ConfigError
 from kvstore.extents import extent_bytes_for
@@ -25,13 +25,12 @@ _DIRECTORY_OVERHEAD_BYTES = 4 * PAGE_BYTES  # the directory itself, superblock, 
 _PIECE_OVERHEAD_BYTES = 2 * PAGE_BYTES  # the head of a table and its rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The ``index``-th slot of an extent's piece in a directory."""
+class Place(NamedTuple):
+    """The ``slot``-th slot of an extent's piece in a directory."""
 
     directory: int
     extent: int
-    index: int
+    slot: int
 
 
 def file_slot_bytes(block_bytes: int) -> int:
@@ -66,41 +65,59 @@ class Geometry:
         self.num_directories = num_directories
         self.extent_bytes = min(stride_bytes, self.capacity_bytes)
         self.num_extents = -(-self.capacity_bytes // self.extent_bytes)
+        self._grids: dict[int, Grid] = {}
 
-    def place(self, offset_bytes: int, block_bytes: int) -> Place | None:
-        """Where the slot at ``offset_bytes`` of the budget lies; None if no slot for such blocks starts there."""
-        slot_bytes = budget_slot_bytes(block_bytes)
-        extent, within = divmod(offset_bytes, self.extent_bytes)
-        slot, remainder = divmod(within, slot_bytes)
-        if remainder or not 0 <= extent < self.num_extents or within + slot_bytes > self._size_bytes(extent):
-            return None
-        if self.num_directories == 1:
-            return Place(0, extent, slot)
-        per_run = _slots_per_run(block_bytes)
-        run, position = divmod(slot, per_run)
-        turn, directory = divmod(run, self.num_directories)
-        return Place(directory, extent, turn * per_run + position)
+    def grid(self, block_bytes: int) -> "Grid":
+        """The slots for blocks of this size."""
+        grid = self._grids.get(block_bytes)
+        if grid is None:
+            grid = self._grids[block_bytes] = Grid(self, block_bytes)
+        return grid
 
-    def offset_bytes(self, place: Place, block_bytes: int) -> int | None:
-        """The inverse of ``place``; None if the budget has no such slot any more."""
-        per_run = _slots_per_run(block_bytes)
-        turn, position = divmod(place.index, per_run)
-        slot = (turn * self.num_directories + place.directory) * per_run + position
-        offset_bytes = place.extent * self.extent_bytes + slot * budget_slot_bytes(block_bytes)
-        return offset_bytes if self.place(offset_bytes, block_bytes) == place else None
-
-    def num_slots(self, directory: int, extent: int, block_bytes: int) -> int:
-        """How many slots an extent has in a directory."""
-        per_run = _slots_per_run(block_bytes)
-        turns, rest = divmod(self._size_bytes(extent) // budget_slot_bytes(block_bytes), per_run * self.num_directories)
-        return turns * per_run + min(per_run, max(0, rest - directory * per_run))
-
-    def file_offset_bytes(self, place: Place, block_bytes: int) -> int:
-        """Where the slot starts in its directory's file of blocks."""
-        return place.extent * self.stride_bytes + place.index * file_slot_bytes(block_bytes)
-
-    def _size_bytes(self, extent: int) -> int:
+    def size_bytes(self, extent: int) -> int:
+        """What slots can take of an extent; the last one may be short."""
         return min(self.extent_bytes, self.capacity_bytes - extent * self.extent_bytes)
+
+
+class Grid:
+    """The slots for blocks of one size."""
+
+    def __init__(self, geometry: Geometry, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.file_slot_bytes = file_slot_bytes(block_bytes)
+        self.slots_per_run = max(1, RUN_BYTES // self.file_slot_bytes)
+        self._slot_bytes = budget_slot_bytes(block_bytes)
+        self._geometry = geometry
+        self._extent_bytes = geometry.extent_bytes
+        self._num_slots = [geometry.size_bytes(extent) // self._slot_bytes for extent in range(geometry.num_extents)]
+
+    def place(self, offset_bytes: int) -> Place | None:
+        """Where the slot at ``offset_bytes`` of the budget lies; None if none starts there."""
+        extent, within = divmod(offset_bytes, self._extent_bytes)
+        slot, remainder = divmod(within, self._slot_bytes)
+        if remainder or not 0 <= extent < len(self._num_slots) or slot >= self._num_slots[extent]:
+            return None
+        if self._geometry.num_directories == 1:
+            return Place(0, extent, slot)
+        run, position = divmod(slot, self.slots_per_run)
+        turn, directory = divmod(run, self._geometry.num_directories)
+        return Place(directory, extent, turn * self.slots_per_run + position)
+
+    def offset_bytes(self, place: Place) -> int | None:
+        """The inverse of ``place``; None if the budget has no such slot any more."""
+        turn, position = divmod(place.slot, self.slots_per_run)
+        slot = (turn * self._geometry.num_directories + place.directory) * self.slots_per_run + position
+        offset_bytes = place.extent * self._extent_bytes + slot * self._slot_bytes
+        return offset_bytes if self.place(offset_bytes) == place else None
+
+    def num_slots(self, directory: int, extent: int) -> int:
+        """How many slots an extent has in a directory."""
+        turns, rest = divmod(self._num_slots[extent], self.slots_per_run * self._geometry.num_directories)
+        return turns * self.slots_per_run + min(self.slots_per_run, max(0, rest - directory * self.slots_per_run))
+
+    def file_offset_bytes(self, place: Place) -> int:
+        """Where the slot starts in its directory's file of blocks."""
+        return place.extent * self._geometry.stride_bytes + place.slot * self.file_slot_bytes
 
 
 def stride_bytes_for(configured_bytes: int, num_directories: int) -> int:
@@ -108,7 +125,3 @@ def stride_bytes_for(configured_bytes: int, num_directories: int) -> int:
     stride_bytes = extent_bytes_for(configured_bytes)
     fitting_bytes = Geometry(configured_bytes, stride_bytes, num_directories).extent_bytes
     return max(PAGE_BYTES, fitting_bytes // PAGE_BYTES * PAGE_BYTES)
-
-
-def _slots_per_run(block_bytes: int) -> int:
-    return max(1, RUN_BYTES // file_slot_bytes(block_bytes))

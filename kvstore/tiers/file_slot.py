@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from kvstore import header
 from kvstore.header import HEADER_BYTES, Header
+from kvstore.layout import Layout
 from kvstore.tiers.base import BlockMove
-from kvstore.tiers.file_geometry import RUN_BYTES, Geometry, Place, file_slot_bytes
+from kvstore.tiers.file_geometry import RUN_BYTES, Geometry, Grid, Place, file_slot_bytes
 from kvstore.tiers.slot_table import Entry, ExtentLayout
 from kvstore.types import Outcome
 
@@ -21,23 +22,25 @@ MAX_RUN_BLOCKS = RUN_BYTES // file_slot_bytes(1)
 class Run:
     """Blocks of one layout in adjacent slots of a directory, to be moved in one operation."""
 
+    grid: Grid
+    layout: ExtentLayout
     first: Place
     positions: list[int]
     """Where in the batch each block is."""
     moves: list[BlockMove]
 
-    @property
-    def layout(self) -> ExtentLayout:
-        """That of every block."""
-        return _layout(self.moves[0])
-
     def __len__(self) -> int:
         return len(self.moves)
 
+    @property
+    def file_offset_bytes(self) -> int:
+        """Where the first slot starts."""
+        return self.grid.file_offset_bytes(self.first)
+
     def part(self, start: int, end: int) -> "Run":
         """The blocks from ``start`` up to ``end``."""
-        place = Place(self.first.directory, self.first.extent, self.first.index + start)
-        return Run(place, self.positions[start:end], self.moves[start:end])
+        first = self.first._replace(slot=self.first.slot + start)
+        return Run(self.grid, self.layout, first, self.positions[start:end], self.moves[start:end])
 
     def singles(self) -> "Iterator[Run]":
         """Each block alone."""
@@ -45,25 +48,28 @@ class Run:
 
 
 def runs(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
-    """``moves`` in the order of their places, as few runs as may be; those that have no place are left out."""
+    """``moves`` in the order of their places, in as few runs as may be; those that have no place are left out."""
     placed = []
     for position, move in enumerate(moves):
-        place = geometry.place(move.offset_bytes, move.layout.block_bytes)
+        place = geometry.grid(move.layout.block_bytes).place(move.offset_bytes)
         if place is not None:
-            placed.append((place.directory, place.extent, place.index, position))
+            placed.append((place, position))
+    placed.sort()
     run: Run | None = None
-    max_blocks = 0
-    for directory, extent, index, position in sorted(placed):
+    following: tuple[int, int, int] | None = None
+    for place, position in placed:
         move = moves[position]
-        follows = run is not None and len(run) < max_blocks and _layout(move) == run.layout
-        if run is not None and follows and Place(directory, extent, index - len(run)) == run.first:
+        if run is not None and place == following and _is_of(move.layout, run):
             run.positions.append(position)
             run.moves.append(move)
-            continue
-        if run is not None:
-            yield run
-        run = Run(Place(directory, extent, index), [position], [move])
-        max_blocks = max(1, RUN_BYTES // file_slot_bytes(move.layout.block_bytes))
+        else:
+            if run is not None:
+                yield run
+            grid = geometry.grid(move.layout.block_bytes)
+            layout = ExtentLayout(move.layout.fingerprint, move.layout.block_bytes)
+            run = Run(grid, layout, place, [position], [move])
+        is_full = len(run.moves) == run.grid.slots_per_run
+        following = None if is_full else (place.directory, place.extent, place.slot + 1)
     if run is not None:
         yield run
 
@@ -125,8 +131,8 @@ def has_expired(expires_unix_s: int, now_unix_s: float) -> bool:
     return 0 < expires_unix_s <= now_unix_s
 
 
-def _layout(move: BlockMove) -> ExtentLayout:
-    return ExtentLayout(move.layout.fingerprint, move.layout.block_bytes)
+def _is_of(layout: Layout, run: Run) -> bool:
+    return layout is run.moves[0].layout or (layout.fingerprint, layout.block_bytes) == run.layout
 
 
 def _expires_unix_s(move: BlockMove) -> int:

@@ -97,6 +97,7 @@ def admit(head: Buffer, move: BlockMove, now_unix_s: float) -> Header | Outcome:
     oldest_unix_s = now_unix_s - move.max_age_s if move.max_age_s else 0
     if found.created_unix_s < oldest_unix_s or has_expired(found, now_unix_s):
         return Outcome.ABSENT
+    move.created_unix_s = found.created_unix_s
     return found
 
 

@@ -8,7 +8,7 @@ header in the slot itself, so a table that is wrong costs a miss.
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,8 +29,7 @@ _USE = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What the table says of a slot."""
 
     key: BlockKey
@@ -60,8 +59,7 @@ class Entry:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ExtentLayout:
+class ExtentLayout(NamedTuple):
     """The layout an extent serves."""
 
     fingerprint: bytes

@@ -54,10 +54,10 @@ class TestFileTier(AdoptingTierContract):
 
     def slot_of(self, move: BlockMove) -> tuple[Path, int]:
         """The file a block lies in, and where."""
-        geometry = Geometry(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories)
-        place = geometry.place(move.offset_bytes, move.layout.block_bytes)
+        grid = Geometry(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories).grid(move.layout.block_bytes)
+        place = grid.place(move.offset_bytes)
         assert place is not None
-        return self.directories[place.directory] / BLOCKS, geometry.file_offset_bytes(place, move.layout.block_bytes)
+        return self.directories[place.directory] / BLOCKS, grid.file_offset_bytes(place)
 
 
 class TestFileTierInThreeDirectories(TestFileTier):

@@ -1,0 +1,109 @@
+"""Copy-down: blocks in RAM are written to lower levels, by admission and within bounds. Owner thread only.
+
+An accepted block stays pinned until its copy has returned, so what was acknowledged is not lost to eviction. If a tier
+is stuck, its pins are dropped and only the slots its copies may still read are kept from reuse.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from kvstore.copies import Block, Copies
+from kvstore.level import Level
+from kvstore.mover import Mover
+from kvstore.namespace import Namespace
+from kvstore.slot_level import SlotLevel
+from kvstore.stats import Stats
+from kvstore.tiers.base import BlockMove
+from kvstore.types import BlockKey, Outcome
+
+Occasion = Literal["commit", "touch", "evict"]
+
+ADMITTED: dict[str, frozenset[Occasion]] = {
+    "always": frozenset({"commit", "touch"}),
+    "second_touch": frozenset({"touch"}),
+    "on_evict": frozenset({"evict"}),
+}
+"""On which occasion each admission mode copies a block that the level does not have."""
+
+WRITE_TIMEOUT_S = 10.0
+"""A copy-down that takes longer has met a stuck tier."""
+
+BufferOf = Callable[[Namespace, int], memoryview]
+
+
+class CopyDown:
+    """What is being copied from RAM to each lower level."""
+
+    def __init__(
+        self,
+        memory: SlotLevel,
+        buffer_of: BufferOf,
+        lower: Sequence[tuple[Level, str]],
+        copies: Copies,
+        mover: Mover,
+        stats: Stats,
+    ) -> None:
+        """``lower``: each level below RAM with its admission mode; ``buffer_of`` gives the bytes of a slot of RAM."""
+        self._memory = memory
+        self._buffer_of = buffer_of
+        self._lower = lower
+        self._copies = copies
+        self._mover = mover
+        self._stats = stats
+        self._writing: set[tuple[str, BlockKey]] = set()
+
+    def offer(self, ns: Namespace, slots: Sequence[int], occasion: Occasion) -> set[BlockKey]:
+        """Copy READY blocks of RAM down where admission wants it; returns the keys that some level accepted."""
+        accepted: set[BlockKey] = set()
+        for level, admission in self._lower:
+            if occasion in ADMITTED[admission]:
+                accepted.update(self._write(level, ns, slots))
+        return accepted
+
+    def _write(self, level: Level, ns: Namespace, slots: Sequence[int]) -> list[BlockKey]:
+        pool = self._memory.pool(ns.fingerprint)
+        wanted: list[tuple[int, Block]] = []
+        for slot in slots:
+            key = pool.key_at(slot)
+            if key is None or (level.name, key) in self._writing or level.covered(ns, [key], 0, 0):
+                continue
+            block = Block(key, pool.parent_of(slot), self._buffer_of(ns, slot), pool.created_unix_s(slot))
+            wanted.append((slot, block))
+        if not wanted:
+            return []
+        slot_of = {block.key: slot for slot, block in wanted}
+        for slot in slot_of.values():
+            pool.pin(slot)
+            pool.hold(slot)
+        abandoned: set[BlockKey] = set()
+
+        def on_abandon(moves: Sequence[BlockMove]) -> None:
+            for move in moves:
+                abandoned.add(move.key)
+                pool.unpin(slot_of[move.key])
+                self._writing.discard((level.name, move.key))
+
+        def on_return(moves: Sequence[BlockMove], _: Sequence[Outcome]) -> None:
+            for move in moves:
+                pool.unhold(slot_of[move.key])
+                if move.key not in abandoned:
+                    pool.unpin(slot_of[move.key])
+                    self._writing.discard((level.name, move.key))
+
+        blocks = [block for _, block in wanted]
+        deadline_s = self._mover.clock() + WRITE_TIMEOUT_S
+        started = self._copies.write(level, ns, blocks, deadline_s, on_return, on_abandon)
+        for slot, _ in wanted[started:]:
+            pool.unpin(slot)
+            pool.unhold(slot)
+        keys = [block.key for block in blocks[:started]]
+        self._writing.update((level.name, key) for key in keys)
+        self._stats.inc("kvstore_accepted_blocks_total", started, level.name)
+        if started < len(wanted):
+            reason = "busy" if self._mover.lane(level.name).breaker.state.value == "closed" else "down"
+            self._stats.inc("kvstore_not_accepted_blocks_total", len(wanted) - started, level.name, reason)
+        return keys
+
+    def offer_victim(self, ns: Namespace, slot: int) -> None:
+        """RAM is evicting the block in ``slot``: copy it down first where admission wants that."""
+        self.offer(ns, [slot], "evict")

@@ -1,0 +1,67 @@
+"""The two leases: the only ways to write and to read. Single-owner; each ends once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore.errors import LeaseError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockKey
+
+
+class LeaseState(Enum):
+    """HELD, then ENDED; a write lease may be QUARANTINED in between, while a copy may still touch its slots."""
+
+    HELD = "held"
+    QUARANTINED = "quarantined"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class WriteLease:
+    """Slots reserved for blocks to come. ``views`` are their bytes, ``block_bytes`` each, in RAM."""
+
+    ns: Namespace
+    slots: list[int]
+    views: list[memoryview]
+    num_named: int = 0
+    state: LeaseState = LeaseState.HELD
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks were reserved, which may be fewer than asked for."""
+        return len(self.slots)
+
+    @property
+    def unnamed(self) -> list[int]:
+        """Slots that no commit has named yet."""
+        return self.slots[self.num_named :]
+
+    def require(self, state: LeaseState, call: str) -> None:
+        """Raises ``LeaseError`` unless the lease is in ``state``."""
+        _require(self.state, state, call)
+
+
+@dataclass(eq=False, slots=True)
+class ReadLease:
+    """Pinned blocks, the longest READY prefix of what was asked for. ``views`` are their bytes in RAM."""
+
+    ns: Namespace
+    keys: Sequence[BlockKey]
+    slots: list[int]
+    views: list[memoryview] = field(default_factory=list)
+    state: LeaseState = LeaseState.HELD
+
+    @property
+    def num_blocks(self) -> int:
+        """How many leading blocks are pinned; may be none."""
+        return len(self.slots)
+
+    def require(self, state: LeaseState, call: str) -> None:
+        """Raises ``LeaseError`` unless the lease is in ``state``."""
+        _require(self.state, state, call)
+
+
+def _require(actual: LeaseState, wanted: LeaseState, call: str) -> None:
+    if actual is not wanted:
+        raise LeaseError(f"{call} of a lease that is {actual.value} and not {wanted.value}: a lease ends once")

@@ -1,0 +1,264 @@
+"""Promotion: blocks that lie in lower levels come up to RAM ahead of need. Owner thread only.
+
+A prefetch walks its chain: what is READY in RAM it pins, what is on its way it joins, what a lower level has it reads,
+what a shared level may have it probes for, once. Whenever something it waited for is settled it walks again. It is done
+when nothing more can come, or at its deadline, whatever is stuck.
+
+Invariant: a key is arriving from at most one level, and every prefetch that waits for it is told exactly once.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.copies import Block, Copies
+from kvstore.level import Level
+from kvstore.mover import Mover, Ticket
+from kvstore.namespace import Namespace
+from kvstore.shared_level import SharedLevel
+from kvstore.slot_level import SlotLevel
+from kvstore.tiers.base import BlockMove
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import BlockKey, Outcome
+
+PROBE_BLOCKS = 16384
+
+
+@dataclass(eq=False, slots=True)
+class Prefetch:
+    """One call's promotion. ``done`` turns true in some ``poll``; pin then, before anything else can evict."""
+
+    ns: Namespace
+    chain: Sequence[BlockKey]
+    deadline_s: float
+    done: bool = False
+    ready: int = 0
+    """Leading blocks of the chain that were READY in RAM when it was done."""
+    blocks_from: Counter[str] = field(default_factory=Counter)
+    """How many blocks came up, by the tier they came from."""
+    waiting: int = 0
+    probed: bool = False
+    hungry: bool = False
+    refused: set[tuple[str, BlockKey]] = field(default_factory=set)
+    pinned: list[int] = field(default_factory=list)
+
+
+class Promotions:
+    """Every prefetch that is under way."""
+
+    def __init__(
+        self, memory: SlotLevel, arena: MemoryTier, lower: Sequence[Level], copies: Copies, mover: Mover
+    ) -> None:
+        """``lower``: the levels below RAM, the nearest first."""
+        self._memory = memory
+        self._arena = arena
+        self._lower = lower
+        self._copies = copies
+        self._mover = mover
+        self._arriving: dict[BlockKey, list[Prefetch]] = {}
+        self._open: set[Prefetch] = set()
+
+    def start(self, ns: Namespace, chain: Sequence[BlockKey], deadline_s: float) -> Prefetch:
+        """Begin; the answer may be done at once."""
+        prefetch = Prefetch(ns, chain, deadline_s)
+        self._open.add(prefetch)
+        self._advance(prefetch)
+        return prefetch
+
+    def is_arriving(self, key: BlockKey) -> bool:
+        """Whether ``key`` is on its way up."""
+        return key in self._arriving
+
+    def poll(self) -> None:
+        """Feed what waits for room in a lane, and end what is past its deadline."""
+        now_s = self._mover.clock()
+        for prefetch in list(self._open):
+            if now_s >= prefetch.deadline_s:
+                self._end(prefetch)
+            elif prefetch.hungry:
+                self._advance(prefetch)
+
+    def close(self) -> None:
+        """End every prefetch with what it has."""
+        for prefetch in list(self._open):
+            self._end(prefetch)
+
+    # ---- the inside
+
+    def _advance(self, prefetch: Prefetch) -> None:
+        if prefetch.done:
+            return
+        if self._mover.clock() >= prefetch.deadline_s:
+            self._end(prefetch)
+            return
+        self._pin_ready(prefetch)
+        self._join(prefetch)
+        prefetch.hungry = False
+        while self._read_next_run(prefetch):
+            pass
+        if prefetch.waiting == 0 and not prefetch.hungry:
+            self._end(prefetch)
+
+    def _pin_ready(self, prefetch: Prefetch) -> None:
+        """Hold on to the READY prefix, or making room for the rest would evict it."""
+        pool = self._memory.pool(prefetch.ns.fingerprint)
+        slots = pool.prefix(prefetch.chain)
+        for slot in slots[len(prefetch.pinned) :]:
+            pool.pin(slot)
+        prefetch.pinned.extend(slots[len(prefetch.pinned) :])
+
+    def _join(self, prefetch: Prefetch) -> None:
+        """Wait for what others have asked for."""
+        for key in prefetch.chain[len(prefetch.pinned) :]:
+            waiting = self._arriving.get(key)
+            if waiting is not None and prefetch not in waiting:
+                waiting.append(prefetch)
+                prefetch.waiting += 1
+
+    def _read_next_run(self, prefetch: Prefetch) -> bool:
+        """Start one run of reads from one level; False when there is nothing more to start now."""
+        ns, chain = prefetch.ns, prefetch.chain
+        start = self._first_missing(prefetch)
+        if start == len(chain):
+            return False
+        for level in self._lower:
+            if (level.name, chain[start]) in prefetch.refused:
+                continue
+            count = self._run_length(prefetch, level, start)
+            if count == 0:
+                continue
+            if not self._mover.lane(level.name).breaker.is_ready(self._mover.clock()):
+                prefetch.refused.add((level.name, chain[start]))
+                continue
+            return self._read(prefetch, level, start, count)
+        shared = next((level for level in self._lower if isinstance(level, SharedLevel)), None)
+        if shared is not None and not prefetch.probed:
+            self._probe(prefetch, shared, ns, chain[start : start + PROBE_BLOCKS])
+        return False
+
+    def _first_missing(self, prefetch: Prefetch) -> int:
+        pool = self._memory.pool(prefetch.ns.fingerprint)
+        for index in range(len(prefetch.pinned), len(prefetch.chain)):
+            key = prefetch.chain[index]
+            if key not in self._arriving and key not in pool:
+                return index
+        return len(prefetch.chain)
+
+    def _run_length(self, prefetch: Prefetch, level: Level, start: int) -> int:
+        """How many blocks from ``start`` on to read from ``level`` in one go."""
+        pool = self._memory.pool(prefetch.ns.fingerprint)
+        covered = level.covered(prefetch.ns, prefetch.chain, start, self._copies.oldest_unix_s(prefetch.ns))
+        for count in range(covered):
+            key = prefetch.chain[start + count]
+            if key in self._arriving or key in pool or (level.name, key) in prefetch.refused:
+                return count
+        return covered
+
+    def _read(self, prefetch: Prefetch, level: Level, start: int, count: int) -> bool:
+        """Reserve RAM and read into it; False if not all of the run could be started."""
+        ns, memory = prefetch.ns, self._memory
+        room = self._mover.room_blocks(level.name, ns.layout.block_bytes)
+        slots = memory.reserve(ns.fingerprint, min(count, room))
+        if not slots:
+            prefetch.hungry = room == 0
+            return False
+        blocks = [self._block(ns, prefetch.chain, start + index, slot) for index, slot in enumerate(slots)]
+        slot_of = {block.key: slot for block, slot in zip(blocks, slots, strict=True)}
+        for block in blocks:
+            self._arriving[block.key] = [prefetch]
+        prefetch.waiting += len(blocks)
+        abandoned: set[BlockKey] = set()
+
+        def on_abandon(moves: Sequence[BlockMove]) -> None:
+            for move in moves:
+                abandoned.add(move.key)
+                memory.quarantine_write(ns, slot_of[move.key])
+            self._settle(level, [move.key for move in moves], [Outcome.LATE] * len(moves))
+
+        def on_return(moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
+            if moves[0].key in abandoned:
+                for move in moves:
+                    memory.reclaim_write(ns, slot_of[move.key])
+                return
+            for move, outcome in zip(moves, outcomes, strict=True):
+                if outcome is Outcome.OK:
+                    memory.commit_write(ns, slot_of[move.key], move.key, move.parent, move.created_unix_s)
+                else:
+                    memory.abort_write(ns, slot_of[move.key])
+            self._settle(level, [move.key for move in moves], outcomes)
+
+        started = self._copies.read(level, ns, blocks, prefetch.deadline_s, on_return, on_abandon)
+        for block, slot in zip(blocks[started:], slots[started:], strict=True):
+            memory.abort_write(ns, slot)
+            del self._arriving[block.key]
+            prefetch.waiting -= 1
+        if started == 0:
+            prefetch.refused.add((level.name, blocks[0].key))
+            return True  # another level may have it
+        prefetch.hungry = started < count
+        return started == count
+
+    def _block(self, ns: Namespace, chain: Sequence[BlockKey], index: int, slot: int) -> Block:
+        offset_bytes = self._memory.offset_bytes(ns.fingerprint, slot)
+        buffer = self._arena.arena.view(offset_bytes, self._arena.slot_bytes(ns.layout.block_bytes))
+        return Block(chain[index], chain[index - 1] if index else None, buffer)
+
+    def _settle(self, level: Level, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
+        """Tell everyone who waits; those with nothing left to wait for walk on."""
+        woken: dict[Prefetch, None] = {}
+        for key, outcome in zip(keys, outcomes, strict=True):
+            for prefetch in self._arriving.pop(key):
+                prefetch.waiting -= 1
+                if outcome is Outcome.OK:
+                    prefetch.blocks_from[level.name] += 1
+                elif outcome is not Outcome.LATE:
+                    prefetch.refused.add((level.name, key))
+                woken[prefetch] = None
+        for prefetch in woken:
+            if prefetch.waiting == 0 or prefetch.hungry:
+                self._advance(prefetch)
+            elif not prefetch.done:
+                self._pin_ready(prefetch)
+
+    def _probe(self, prefetch: Prefetch, shared: SharedLevel, ns: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Ask the shared tier which of ``keys`` it has."""
+        prefetch.probed = True
+        present: list[bool] = []
+
+        def work() -> list[Outcome]:
+            present.extend(shared.tier.probe(keys, prefetch.deadline_s))
+            return [Outcome.OK if any(present) else Outcome.ABSENT]
+
+        def end() -> None:
+            prefetch.waiting -= 1
+            self._advance(prefetch)
+
+        def finish(_: Sequence[Outcome]) -> None:
+            shared.learn([key for key, found in zip(keys, present, strict=False) if found])
+            if not ticket.overdue:
+                end()
+
+        ticket = Ticket(
+            work=work,
+            num_blocks=1,
+            num_bytes=0,
+            deadline_s=prefetch.deadline_s,
+            finish=finish,
+            abandon=end,
+        )
+        if self._mover.submit(shared.name, ticket):
+            prefetch.waiting += 1
+
+    def _end(self, prefetch: Prefetch) -> None:
+        """Done, with what is READY now; joined blocks go on for others."""
+        if prefetch.done:
+            return
+        self._pin_ready(prefetch)
+        prefetch.done = True
+        prefetch.hungry = False
+        prefetch.ready = len(prefetch.pinned)
+        self._open.discard(prefetch)
+        pool = self._memory.pool(prefetch.ns.fingerprint)
+        for slot in prefetch.pinned:
+            pool.unpin(slot)
+        prefetch.pinned = []

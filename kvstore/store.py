@@ -1,0 +1,563 @@
+"""The store: find, lend, accept, promote and copy down across levels.
+
+One thread owns a store. Nothing in it waits but ``drain``, ``wait`` and ``close``; copies run in the mover's threads
+and their results are applied by ``poll``. Deadlines are absolute, on the store's clock (``time.monotonic``).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.breaker import BreakerState
+from kvstore.config import Config
+from kvstore.copies import Copies
+from kvstore.copydown import CopyDown
+from kvstore.errors import ClosedError, ConfigError, LayoutError
+from kvstore.extents import Extents, extent_bytes_for
+from kvstore.hashing import Identity
+from kvstore.layout import Layout
+from kvstore.lease import LeaseState, ReadLease, WriteLease
+from kvstore.lending import Lending, Transfer
+from kvstore.level import Level
+from kvstore.mover import Executor, Lane, Mover, ThreadExecutor, Ticket
+from kvstore.namespace import Namespace
+from kvstore.policy import POLICIES
+from kvstore.pool import SlotState
+from kvstore.promotion import Prefetch, Promotions
+from kvstore.shared_level import SharedLevel, SharedTier
+from kvstore.slot_level import PolicyFactory, SlotLevel
+from kvstore.stats import Stats
+from kvstore.tiers.base import Tier
+from kvstore.tiers.file import FileTier
+from kvstore.tiers.memory import Arena, MemoryTier
+from kvstore.tiers.redis import RedisTier
+from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Outcome, Request
+
+MIB = 1 << 20
+SWEEP_BLOCKS = 4096
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """How a tier likes its work. Measured: see docs/performance.md."""
+
+    num_threads: int
+    max_bytes_in_flight: int
+    ticket_bytes: int
+
+
+LANE_SHAPES = {
+    "memory": LaneShape(1, 1024 * MIB, 8 * MIB),
+    "file": LaneShape(4, 256 * MIB, 4 * MIB),
+    "redis": LaneShape(2, 256 * MIB, 16 * MIB),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the tables say of a chain."""
+
+    ready: int
+    """Leading blocks READY in RAM."""
+    found: int
+    """Leading blocks in any level."""
+    pending: bool
+    """A better answer is on its way: ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit came to."""
+
+    slots: list[int]
+    accepted: frozenset[BlockKey]
+    """Blocks that are being copied down: pinned until they are in a lower tier."""
+
+
+class Store:
+    """Blocks of any number of namespaces across RAM, files and a shared server."""
+
+    def __init__(
+        self,
+        *,
+        memory: MemoryTier | None,
+        file: FileTier | None = None,
+        shared: SharedTier | None = None,
+        config: Config,
+        executor: Callable[[str, int], Executor] = ThreadExecutor,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        memory_extents: Extents | None = None,
+    ) -> None:
+        """A store over open tiers. ``open`` makes one from a configuration; tests pass their own tiers and clocks."""
+        if memory is None and file is None and shared is None:
+            raise ConfigError("no tier is configured: set memory.capacity, file.directories or redis.url")
+        self.stats = Stats()
+        self._config = config
+        self._clock = clock
+        self._wall = wall
+        self._mover = Mover(clock)
+        self._copies = Copies(self._mover, self.stats, wall)
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._closed = False
+        self._next_sweep_s = 0.0
+        self._arena_tier = memory
+        policy: PolicyFactory = POLICIES[config.policy]
+        self._memory: SlotLevel | None = None
+        self._file: SlotLevel | None = None
+        self._shared: SharedLevel | None = None
+        lower: list[tuple[Level, str]] = []
+        if memory is not None:
+            capacity_bytes = memory.arena.capacity_bytes
+            extents = memory_extents or Extents(capacity_bytes, extent_bytes_for(capacity_bytes))
+            self._memory = SlotLevel(memory, extents, policy, on_evict=self._on_memory_evict)
+            self._add_lane(memory, executor)
+        if file is not None:
+            self._file = SlotLevel(
+                file, Extents(file.capacity_bytes, file.extent_bytes), policy, on_evict=self._on_file_evict
+            )
+            self._file.adopt(file.scan())
+            self._add_lane(file, executor)
+            lower.append((self._file, config.file.admission if config.file else "always"))
+        if shared is not None:
+            ttl_s = config.redis.ttl_s if config.redis else 0
+            self._shared = SharedLevel(shared, ttl_s, clock)
+            self._add_lane(shared, executor)
+            lower.append((self._shared, config.redis.admission if config.redis else "always"))
+        self._lower: list[Level] = [level for level, _ in lower]
+        every_level: list[Level] = [*([self._memory] if self._memory else []), *self._lower]
+        self._lending = Lending(every_level, self._copies, self._mover, self._on_stored)
+        if self._memory is not None and memory is not None:
+            self._promotions = Promotions(self._memory, memory, self._lower, self._copies, self._mover)
+            self._copydown = CopyDown(self._memory, self._buffer, lower, self._copies, self._mover, self.stats)
+
+    @classmethod
+    def open(cls, config: Config) -> "Store":
+        """Open every tier that ``config`` names. Raises ``KVStoreError`` saying what to do.
+
+        A Redis server may be absent; a directory must be ours, and the memory must be there.
+        """
+        config.validate_against_machine()
+        memory = file = shared = None
+        try:
+            if config.file is not None:
+                file = FileTier(
+                    config.file.directories,
+                    config.file.capacity_bytes,
+                    write_bytes_per_day=config.file.write_bytes_per_day,
+                )
+            if config.redis is not None:
+                shared = RedisTier(
+                    config.redis.url,
+                    ttl_s=config.redis.ttl_s,
+                    codec=config.redis.codec,
+                    username=config.redis.username,
+                    password=config.redis.password,
+                    tls_ca_file=config.redis.tls_ca_file,
+                    tls_cert_file=config.redis.tls_cert_file,
+                    tls_key_file=config.redis.tls_key_file,
+                )
+            if config.memory.capacity_bytes:
+                memory = MemoryTier(Arena(config.memory.capacity_bytes))
+            return cls(memory=memory, file=file, shared=shared, config=config)
+        except BaseException:
+            for tier in (memory, file, shared):
+                if tier is not None:
+                    tier.close()
+            raise
+
+    # ---- namespaces
+
+    def open_namespace(self, identity: Identity, layout: Layout, *, max_age_s: int | None = None) -> Namespace:
+        """Whose blocks the following calls are about; the same arguments give the same namespace.
+
+        Raises ``LayoutError`` if a block does not fit a tier.
+        """
+        self._require_open()
+        ns = Namespace(identity, layout, self._config.max_age_s if max_age_s is None else max_age_s)
+        for level in self._slot_levels():
+            level.open_pool(ns.fingerprint, layout.block_bytes)
+        self._namespaces[ns.digest] = ns
+        return ns
+
+    # ---- requests
+
+    def arrive(self, request: Request, chain: Sequence[BlockKey]) -> int:
+        """A request refers to ``chain``, root first: every level touches it. Returns how many blocks are worth keeping.
+
+        To be called once per request, before its blocks are reserved.
+        """
+        ns = self._namespace_of(chain)
+        self.stats.inc("kvstore_requests_total", 1)
+        self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
+        if ns is None:
+            return 0
+        keep = len(chain)
+        for level in self._slot_levels():
+            worth = level.pool(ns.fingerprint).arrive(request, chain)
+            keep = worth if level is self._memory else keep
+        if self._shared is not None:
+            self._renew(self._shared, chain)
+        return keep
+
+    def finish(self, request: Request, chain: Sequence[BlockKey], output_tokens: int) -> None:
+        """The request ended."""
+        ns = self._namespace_of(chain)
+        if ns is not None:
+            for level in self._slot_levels():
+                level.pool(ns.fingerprint).finish(request, output_tokens)
+
+    def lookup(self, chain: Sequence[BlockKey]) -> Lookup:
+        """How much of ``chain`` is here. Reads tables only."""
+        self._require_open()
+        self.stats.inc("kvstore_lookups_total", 1)
+        ns = self._namespace_of(chain)
+        if ns is None:
+            return Lookup(0, 0, pending=False)
+        oldest_unix_s = self._copies.oldest_unix_s(ns)
+        ready = self._memory.covered(ns, chain, 0, oldest_unix_s) if self._memory else 0
+        found, before = ready, -1
+        while found < len(chain) and found != before:
+            before = found
+            for level in [*([self._memory] if self._memory else []), *self._lower]:
+                found += level.covered(ns, chain, found, oldest_unix_s)
+        pending = bool(self._memory) and ready < len(chain) and self._promotions.is_arriving(chain[ready])
+        return Lookup(ready, found, pending)
+
+    def prefetch(self, chain: Sequence[BlockKey], deadline_s: float) -> Prefetch:
+        """Bring as much of ``chain`` into RAM as lower levels have, by ``deadline_s``. Idempotent; joins others."""
+        self._require_open()
+        self.stats.inc("kvstore_prefetches_total", 1)
+        ns = self._namespace_of(chain)
+        if ns is None or self._memory is None:
+            return Prefetch(ns or _NOWHERE, chain, deadline_s, done=True)
+        return self._promotions.start(ns, chain, deadline_s)
+
+    def pin(self, chain: Sequence[BlockKey]) -> ReadLease:
+        """Pin the longest READY prefix of ``chain`` in RAM; it may be empty. Copied down where a touch admits it."""
+        self._require_open()
+        ns = self._namespace_of(chain)
+        if ns is None or self._memory is None:
+            return ReadLease(ns or _NOWHERE, (), [])
+        pool = self._memory.pool(ns.fingerprint)
+        slots = pool.prefix(chain, self._copies.oldest_unix_s(ns))
+        for slot in slots:
+            pool.pin(slot)
+        self._copydown.offer(ns, slots, "touch")
+        self.stats.inc("kvstore_loaded_blocks_total", len(slots), "memory")
+        self.stats.inc("kvstore_loaded_bytes_total", len(slots) * ns.layout.block_bytes, "memory")
+        return ReadLease(ns, chain[: len(slots)], slots, self._views(ns, slots))
+
+    def release(self, lease: ReadLease) -> None:
+        """End a pin. Raises ``LeaseError`` the second time."""
+        lease.require(LeaseState.HELD, "release")
+        lease.state = LeaseState.ENDED
+        lease.views = []
+        if self._memory is not None and lease.slots:
+            pool = self._memory.pool(lease.ns.fingerprint)
+            for slot in lease.slots:
+                pool.unpin(slot)
+
+    # ---- writing
+
+    def reserve(self, ns: Namespace, num_blocks: int) -> WriteLease:
+        """Up to ``num_blocks`` slots in RAM to write to; fewer, down to none, when the rest is in use."""
+        self._require_open()
+        self._require_ours(ns)
+        if self._memory is None:
+            return WriteLease(ns, [], [])
+        slots = self._memory.reserve(ns.fingerprint, num_blocks)
+        return WriteLease(ns, slots, self._views(ns, slots))
+
+    def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
+        """Name the next ``len(keys)`` slots of ``lease``, root first: they can be found from now on.
+
+        ``parent`` is the key of the block before ``keys[0]``; None for a root. A key that is READY already keeps its
+        slot and the new one is given back. Raises ``LeaseError`` past the lease's end or for more keys than slots.
+        """
+        lease.require(LeaseState.HELD, "commit")
+        if len(keys) > len(lease.unnamed):
+            lease.require(LeaseState.ENDED, f"commit of {len(keys)} keys for {len(lease.unnamed)} slots")
+        self._require_keys(lease.ns, keys)
+        if not keys or self._memory is None:
+            return Committed([], frozenset())
+        pool = self._memory.pool(lease.ns.fingerprint)
+        now_unix_s = int(self._wall())
+        slots: list[int] = []
+        for slot, key, above in zip(lease.unnamed, keys, [parent, *keys[:-1]], strict=False):
+            slots.append(pool.commit(slot, key, above, now_unix_s))
+        lease.num_named += len(keys)
+        if not lease.unnamed:
+            lease.state = LeaseState.ENDED
+        accepted = self._copydown.offer(lease.ns, slots, "commit")
+        self.stats.inc("kvstore_stored_blocks_total", len(keys))
+        self.stats.inc("kvstore_stored_bytes_total", len(keys) * lease.ns.layout.block_bytes)
+        return Committed(slots, frozenset(accepted))
+
+    def abort(self, lease: WriteLease) -> None:
+        """Give the unnamed slots back; nothing may touch them any more. Raises ``LeaseError`` the second time."""
+        lease.require(LeaseState.HELD, "abort")
+        lease.state = LeaseState.ENDED
+        if self._memory is not None:
+            for slot in lease.unnamed:
+                self._memory.abort_write(lease.ns, slot)
+
+    def quarantine(self, lease: WriteLease) -> None:
+        """Give the unnamed slots up while a copy may still write to them; ``reclaim`` when it has returned."""
+        lease.require(LeaseState.HELD, "quarantine")
+        lease.state = LeaseState.QUARANTINED
+        if self._memory is not None:
+            for slot in lease.unnamed:
+                self._memory.quarantine_write(lease.ns, slot)
+
+    def reclaim(self, lease: WriteLease) -> None:
+        """The copy into a quarantined lease has returned: its slots are free."""
+        lease.require(LeaseState.QUARANTINED, "reclaim")
+        lease.state = LeaseState.ENDED
+        if self._memory is not None:
+            for slot in lease.unnamed:
+                self._memory.reclaim_write(lease.ns, slot)
+
+    # ---- lent buffers
+
+    def store_from(
+        self,
+        ns: Namespace,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        buffers: Sequence[memoryview],
+        deadline_s: float,
+    ) -> Transfer:
+        """Store blocks from the caller's buffers, ``block_bytes`` each, into RAM, or below where there is no RAM tier.
+
+        The buffers are the caller's again when the transfer is no longer ``busy``.
+        """
+        self._require_open()
+        self._require_ours(ns)
+        self._require_keys(ns, keys)
+        _require_buffers(ns, keys, buffers)
+        levels: Sequence[Level] = [self._memory] if self._memory else self._lower
+        return self._lending.store_from(ns, keys, parent, buffers, deadline_s, levels)
+
+    def load_into(
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+    ) -> Transfer:
+        """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each."""
+        self._require_open()
+        self._require_ours(ns)
+        _require_buffers(ns, chain, buffers)
+        return self._lending.load_into(ns, chain, buffers, deadline_s)
+
+    # ---- time passes
+
+    def poll(self) -> int:
+        """Apply finished copies, give up on overdue ones, and do a little housekeeping; returns how many there were."""
+        self._require_open()
+        return self._poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a copy returns, at most ``timeout_s``; ``poll`` then. For callers with nothing else to do."""
+        self._mover.wait(timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Poll until nothing is in flight, at most ``timeout_s``; whether that was reached."""
+        deadline_s = self._clock() + timeout_s
+        while self._mover.num_in_flight or self._copies.num_erasures_waiting:
+            if self._clock() >= deadline_s:
+                return False
+            self._mover.wait(min(0.05, max(0.0, deadline_s - self._clock())))
+            self._poll()
+        self._poll()
+        return True
+
+    def evict(self, num_blocks: int) -> int:
+        """Forget up to ``num_blocks`` blocks in RAM, in the policy's order; returns how many left."""
+        self._require_open()
+        if self._memory is None:
+            return 0
+        num_evicted = 0
+        for _, pool in self._memory.pools():
+            num_evicted += pool.evict(num_blocks - num_evicted)
+        return num_evicted
+
+    def clear(self, ns: Namespace) -> int:
+        """Forget a namespace in every level at once, erase its bytes in the background; returns blocks forgotten.
+
+        Copies of it that are in flight count for nothing when they return.
+        """
+        self._require_open()
+        num_forgotten = 0
+        self._copies.disown(ns)
+        for level in self._slot_levels():
+            keys = [key for key in level.pool(ns.fingerprint) if key.startswith(ns.digest)]
+            num_forgotten += self._copies.erase(level, ns, keys)
+        if self._shared is not None:
+            self._shared.forget_namespace(ns.digest)
+            self._clear_shared(self._shared, ns)
+        return num_forgotten
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish what is in flight for up to ``timeout_s``, then let go; a stuck tier is not waited for. Idempotent."""
+        if self._closed:
+            return
+        if self._memory is not None:
+            self._promotions.close()
+        self.drain(timeout_s)
+        self._closed = True
+        self._mover.close()
+        for lane in self._mover.lanes:
+            lane.tier.close()
+
+    # ---- questions
+
+    def health(self) -> dict[str, BreakerState]:
+        """The state of each tier's breaker, as its answers so far show it."""
+        return {lane.name: lane.breaker.state for lane in self._mover.lanes}
+
+    def snapshot(self) -> Mapping[str, Mapping[tuple[str, ...], float]]:
+        """Counters, and gauges of this moment, by metric and labels."""
+        for level in self._slot_levels():
+            pools = [pool for _, pool in level.pools()]
+            self.stats.set("kvstore_capacity_bytes", level.capacity_bytes, level.name)
+            self.stats.set("kvstore_used_bytes", level.used_bytes, level.name)
+            self.stats.set("kvstore_blocks", sum(pool.num(SlotState.READY) for pool in pools), level.name)
+            self.stats.set("kvstore_pinned_blocks", sum(pool.num_pinned for pool in pools), level.name)
+            quarantined = sum(pool.num(SlotState.QUARANTINED) for pool in pools)
+            self.stats.set("kvstore_quarantined_slots", quarantined, level.name)
+        for lane in self._mover.lanes:
+            self.stats.set("kvstore_tickets_in_flight", len(lane.in_flight), lane.name)
+            self.stats.set("kvstore_in_flight_bytes", lane.bytes_in_flight, lane.name)
+            for state in BreakerState:
+                self.stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)
+        return self.stats.snapshot()
+
+    def check(self) -> None:
+        """Prove the invariants of every level; raises AssertionError. For tests and operators."""
+        for level in self._slot_levels():
+            level.check()
+
+    @property
+    def arena(self) -> Arena | None:
+        """The RAM that blocks lie in, for those who map or register it."""
+        return self._arena_tier.arena if self._arena_tier else None
+
+    # ---- the inside
+
+    def _slot_levels(self) -> list[SlotLevel]:
+        return [level for level in (self._memory, self._file) if level is not None]
+
+    def _add_lane(self, tier: Tier, executor: Callable[[str, int], Executor]) -> None:
+        shape = LANE_SHAPES[tier.name]
+        threads = executor(tier.name, shape.num_threads)
+        self._mover.add_lane(Lane(tier, threads, shape.max_bytes_in_flight, shape.ticket_bytes))
+
+    def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:
+        return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None
+
+    def _buffer(self, ns: Namespace, slot: int) -> memoryview:
+        """The whole slot, so that O_DIRECT can move it as it is."""
+        assert self._memory is not None
+        assert self._arena_tier is not None
+        offset_bytes = self._memory.offset_bytes(ns.fingerprint, slot)
+        return self._arena_tier.arena.view(offset_bytes, self._arena_tier.slot_bytes(ns.layout.block_bytes))
+
+    def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
+        return [self._buffer(ns, slot)[: ns.layout.block_bytes] for slot in slots]
+
+    def _on_memory_evict(self, fingerprint: bytes, key: BlockKey, slot: int) -> None:
+        self.stats.inc("kvstore_evicted_blocks_total", 1, "memory")
+        ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
+        if ns is not None:
+            self._copydown.offer_victim(ns, slot)
+
+    def _on_file_evict(self, fingerprint: bytes, key: BlockKey, slot: int) -> None:
+        self.stats.inc("kvstore_evicted_blocks_total", 1, "file")
+
+    def _on_stored(self, ns: Namespace, key: BlockKey) -> None:
+        """A lent block is in RAM: it is copied down like any other."""
+        if self._memory is not None:
+            slot = self._memory.pool(ns.fingerprint).find(key)
+            if slot is not None:
+                self._copydown.offer(ns, [slot], "commit")
+
+    def _poll(self) -> int:
+        num_applied = self._mover.poll()
+        self._copies.retry_erasures()
+        if self._memory is not None:
+            self._promotions.poll()
+        now_s = self._clock()
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + 1.0
+            self._sweep()
+        return num_applied
+
+    def _sweep(self) -> None:
+        """Erase blocks that are past their namespace's age; lookups refuse them before that."""
+        for ns in self._namespaces.values():
+            if not ns.max_age_s:
+                continue
+            for level in self._slot_levels():
+                keys = level.sweep(ns, self._copies.oldest_unix_s(ns), SWEEP_BLOCKS)
+                if keys:
+                    self._copies.erase(level, ns, keys)
+
+    def _renew(self, shared: SharedLevel, chain: Sequence[BlockKey]) -> None:
+        keys = shared.due_for_renewal(chain)
+        if not keys:
+            return
+        deadline_s = self._clock() + self._config.prefetch_deadline_ms / 1000
+        tier = shared.tier
+
+        def work() -> list[Outcome]:
+            tier.renew(keys, deadline_s)
+            return [Outcome.OK]
+
+        def finish(outcomes: list[Outcome]) -> None:
+            if outcomes[0] is Outcome.OK:
+                shared.learn(keys)
+
+        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, finish, abandon=_nothing))
+
+    def _clear_shared(self, shared: SharedLevel, ns: Namespace) -> None:
+        deadline_s = self._clock() + CLOSE_TIMEOUT_S
+        tier = shared.tier
+
+        def work() -> list[Outcome]:
+            tier.clear(ns.digest, deadline_s)
+            return [Outcome.OK]
+
+        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, _ignore, abandon=_nothing))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed; open another one")
+
+    def _require_ours(self, ns: Namespace) -> None:
+        if ns.digest not in self._namespaces:
+            raise LayoutError(
+                f"namespace of model {ns.identity.model!r} was not opened here; call open_namespace first"
+            )
+
+    def _require_keys(self, ns: Namespace, keys: Sequence[BlockKey]) -> None:
+        if any(not key.startswith(ns.digest) for key in keys):
+            raise LayoutError(
+                f"a key is of another namespace than that of model {ns.identity.model!r}; a bug of the caller"
+            )
+
+
+def _require_buffers(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
+    if len(buffers) < len(keys) or any(buffer.nbytes < ns.layout.block_bytes for buffer in buffers):
+        raise LayoutError(f"{len(keys)} blocks need a buffer each of at least {ns.layout.block_bytes} bytes")
+
+
+def _nothing() -> None:
+    """There is nothing to give up."""
+
+
+def _ignore(outcomes: list[Outcome]) -> None:
+    """There is nothing to settle."""
+
+
+_NOWHERE = Namespace(Identity("", b""), Layout("uint8", 1, 1, (1,), 1))
+"""Of a chain whose namespace nobody opened here: nothing is found."""
