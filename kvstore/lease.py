@@ -1,4 +1,4 @@
-"""The two leases: the only ways to write and to read. Single-owner; each ends once."""
+"""The two leases, the only ways to write and to read, and what the store answers. Single-owner; each ends once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,6 +60,27 @@ class ReadLease:
     def require(self, state: LeaseState, call: str) -> None:
         """Raises ``LeaseError`` unless the lease is in ``state``."""
         _require(self.state, state, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the tables say of a chain."""
+
+    ready: int
+    """Leading blocks READY in RAM."""
+    found: int
+    """Leading blocks in any level."""
+    pending: bool
+    """A better answer is on its way: ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit came to."""
+
+    slots: list[int]
+    accepted: frozenset[BlockKey]
+    """Blocks that are being copied down: pinned until they are in a lower tier."""
 
 
 def _require(actual: LeaseState, wanted: LeaseState, call: str) -> None:

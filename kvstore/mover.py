@@ -75,16 +75,32 @@ class ThreadExecutor:
             run()
 
 
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """How a tier likes its work. ``ticket_bytes``: how large one ticket is, so that all threads have some."""
+
+    num_threads: int
+    max_bytes_in_flight: int
+    ticket_bytes: int
+
+
+_MIB = 1 << 20
+LANE_SHAPES = {
+    "memory": LaneShape(num_threads=1, max_bytes_in_flight=1024 * _MIB, ticket_bytes=8 * _MIB),
+    "file": LaneShape(num_threads=4, max_bytes_in_flight=256 * _MIB, ticket_bytes=4 * _MIB),
+    "redis": LaneShape(num_threads=2, max_bytes_in_flight=256 * _MIB, ticket_bytes=16 * _MIB),
+}
+
+
 class Lane:
     """The way to one tier."""
 
-    def __init__(self, tier: Tier, executor: Executor, max_bytes_in_flight: int, ticket_bytes: int) -> None:
-        """``ticket_bytes``: how large one ticket should be for the tier to run well with all its threads."""
+    def __init__(self, tier: Tier, executor: Executor, shape: LaneShape) -> None:
         self.tier = tier
         self.name = tier.name
-        self.ticket_bytes = ticket_bytes
+        self.ticket_bytes = shape.ticket_bytes
         self.breaker = Breaker()
-        self.max_bytes_in_flight = max_bytes_in_flight
+        self.max_bytes_in_flight = shape.max_bytes_in_flight
         self.bytes_in_flight = 0
         self.in_flight: set[Ticket] = set()
         self._executor = executor

@@ -6,7 +6,6 @@ and their results are applied by ``poll``. Deadlines are absolute, on the store'
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore.breaker import BreakerState
 from kvstore.config import Config
@@ -16,10 +15,10 @@ from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.extents import Extents, extent_bytes_for
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
-from kvstore.lease import LeaseState, ReadLease, WriteLease
+from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
 from kvstore.lending import Lending, Transfer
 from kvstore.level import Level
-from kvstore.mover import Executor, Lane, Mover, ThreadExecutor, Ticket
+from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
 from kvstore.namespace import Namespace
 from kvstore.policy import POLICIES
 from kvstore.pool import SlotState
@@ -30,49 +29,11 @@ from kvstore.stats import Stats
 from kvstore.tiers.base import Tier
 from kvstore.tiers.file import FileTier
 from kvstore.tiers.memory import Arena, MemoryTier
-from kvstore.tiers.redis import RedisTier
-from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Outcome, Request
+from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
+from kvstore.upkeep import Upkeep
 
-MIB = 1 << 20
-SWEEP_BLOCKS = 4096
+SWEEP_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class LaneShape:
-    """How a tier likes its work. Measured: see docs/performance.md."""
-
-    num_threads: int
-    max_bytes_in_flight: int
-    ticket_bytes: int
-
-
-LANE_SHAPES = {
-    "memory": LaneShape(1, 1024 * MIB, 8 * MIB),
-    "file": LaneShape(4, 256 * MIB, 4 * MIB),
-    "redis": LaneShape(2, 256 * MIB, 16 * MIB),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What the tables say of a chain."""
-
-    ready: int
-    """Leading blocks READY in RAM."""
-    found: int
-    """Leading blocks in any level."""
-    pending: bool
-    """A better answer is on its way: ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a commit came to."""
-
-    slots: list[int]
-    accepted: frozenset[BlockKey]
-    """Blocks that are being copied down: pinned until they are in a lower tier."""
 
 
 class Store:
@@ -90,7 +51,7 @@ class Store:
         wall: Callable[[], float] = time.time,
         memory_extents: Extents | None = None,
     ) -> None:
-        """A store over open tiers. ``open`` makes one from a configuration; tests pass their own tiers and clocks."""
+        """A store over open tiers; ``kvstore.opening`` makes one from a configuration."""
         if memory is None and file is None and shared is None:
             raise ConfigError("no tier is configured: set memory.capacity, file.directories or redis.url")
         self.stats = Stats()
@@ -99,6 +60,7 @@ class Store:
         self._wall = wall
         self._mover = Mover(clock)
         self._copies = Copies(self._mover, self.stats, wall)
+        self._upkeep = Upkeep(self._copies, self._mover)
         self._namespaces: dict[bytes, Namespace] = {}
         self._closed = False
         self._next_sweep_s = 0.0
@@ -132,41 +94,6 @@ class Store:
             self._promotions = Promotions(self._memory, memory, self._lower, self._copies, self._mover)
             self._copydown = CopyDown(self._memory, self._buffer, lower, self._copies, self._mover, self.stats)
 
-    @classmethod
-    def open(cls, config: Config) -> "Store":
-        """Open every tier that ``config`` names. Raises ``KVStoreError`` saying what to do.
-
-        A Redis server may be absent; a directory must be ours, and the memory must be there.
-        """
-        config.validate_against_machine()
-        memory = file = shared = None
-        try:
-            if config.file is not None:
-                file = FileTier(
-                    config.file.directories,
-                    config.file.capacity_bytes,
-                    write_bytes_per_day=config.file.write_bytes_per_day,
-                )
-            if config.redis is not None:
-                shared = RedisTier(
-                    config.redis.url,
-                    ttl_s=config.redis.ttl_s,
-                    codec=config.redis.codec,
-                    username=config.redis.username,
-                    password=config.redis.password,
-                    tls_ca_file=config.redis.tls_ca_file,
-                    tls_cert_file=config.redis.tls_cert_file,
-                    tls_key_file=config.redis.tls_key_file,
-                )
-            if config.memory.capacity_bytes:
-                memory = MemoryTier(Arena(config.memory.capacity_bytes))
-            return cls(memory=memory, file=file, shared=shared, config=config)
-        except BaseException:
-            for tier in (memory, file, shared):
-                if tier is not None:
-                    tier.close()
-            raise
-
     # ---- namespaces
 
     def open_namespace(self, identity: Identity, layout: Layout, *, max_age_s: int | None = None) -> Namespace:
@@ -198,7 +125,7 @@ class Store:
             worth = level.pool(ns.fingerprint).arrive(request, chain)
             keep = worth if level is self._memory else keep
         if self._shared is not None:
-            self._renew(self._shared, chain)
+            self._upkeep.renew(self._shared, chain, self._clock() + self._config.prefetch_deadline_ms / 1000)
         return keep
 
     def finish(self, request: Request, chain: Sequence[BlockKey], output_tokens: int) -> None:
@@ -394,7 +321,7 @@ class Store:
             num_forgotten += self._copies.erase(level, ns, keys)
         if self._shared is not None:
             self._shared.forget_namespace(ns.digest)
-            self._clear_shared(self._shared, ns)
+            self._upkeep.clear(self._shared, ns)
         return num_forgotten
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -449,8 +376,7 @@ class Store:
 
     def _add_lane(self, tier: Tier, executor: Callable[[str, int], Executor]) -> None:
         shape = LANE_SHAPES[tier.name]
-        threads = executor(tier.name, shape.num_threads)
-        self._mover.add_lane(Lane(tier, threads, shape.max_bytes_in_flight, shape.ticket_bytes))
+        self._mover.add_lane(Lane(tier, executor(tier.name, shape.num_threads), shape))
 
     def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None
@@ -488,46 +414,9 @@ class Store:
             self._promotions.poll()
         now_s = self._clock()
         if now_s >= self._next_sweep_s:
-            self._next_sweep_s = now_s + 1.0
-            self._sweep()
+            self._next_sweep_s = now_s + SWEEP_INTERVAL_S
+            self._upkeep.sweep(self._namespaces.values(), self._slot_levels())
         return num_applied
-
-    def _sweep(self) -> None:
-        """Erase blocks that are past their namespace's age; lookups refuse them before that."""
-        for ns in self._namespaces.values():
-            if not ns.max_age_s:
-                continue
-            for level in self._slot_levels():
-                keys = level.sweep(ns, self._copies.oldest_unix_s(ns), SWEEP_BLOCKS)
-                if keys:
-                    self._copies.erase(level, ns, keys)
-
-    def _renew(self, shared: SharedLevel, chain: Sequence[BlockKey]) -> None:
-        keys = shared.due_for_renewal(chain)
-        if not keys:
-            return
-        deadline_s = self._clock() + self._config.prefetch_deadline_ms / 1000
-        tier = shared.tier
-
-        def work() -> list[Outcome]:
-            tier.renew(keys, deadline_s)
-            return [Outcome.OK]
-
-        def finish(outcomes: list[Outcome]) -> None:
-            if outcomes[0] is Outcome.OK:
-                shared.learn(keys)
-
-        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, finish, abandon=_nothing))
-
-    def _clear_shared(self, shared: SharedLevel, ns: Namespace) -> None:
-        deadline_s = self._clock() + CLOSE_TIMEOUT_S
-        tier = shared.tier
-
-        def work() -> list[Outcome]:
-            tier.clear(ns.digest, deadline_s)
-            return [Outcome.OK]
-
-        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, _ignore, abandon=_nothing))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -549,14 +438,6 @@ class Store:
 def _require_buffers(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
     if len(buffers) < len(keys) or any(buffer.nbytes < ns.layout.block_bytes for buffer in buffers):
         raise LayoutError(f"{len(keys)} blocks need a buffer each of at least {ns.layout.block_bytes} bytes")
-
-
-def _nothing() -> None:
-    """There is nothing to give up."""
-
-
-def _ignore(outcomes: list[Outcome]) -> None:
-    """There is nothing to settle."""
 
 
 _NOWHERE = Namespace(Identity("", b""), Layout("uint8", 1, 1, (1,), 1))

@@ -18,8 +18,8 @@ PAGE_BYTES = 4096
 """What O_DIRECT moves, and what a header takes."""
 ENTRY_BYTES = 192
 """What a block takes in the slot table."""
-RUN_BYTES = 2 << 20
-"""The size of operation at which disks are fastest."""
+RUN_BYTES = (2 << 20) + (64 << 10)
+"""The size of operation at which disks are fastest, and some headers."""
 
 _DIRECTORY_OVERHEAD_BYTES = 4 * PAGE_BYTES  # the directory itself, superblock, lock, ledger
 _PIECE_OVERHEAD_BYTES = 2 * PAGE_BYTES  # the head of a table and its rounding

@@ -1,5 +1,6 @@
 """What lies in a slot of the file tier, and which slots move together."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,15 @@ class Run:
 
 def runs(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
     """``moves`` in the order of their places, in as few runs as may be; those that have no place are left out."""
+    for stretch in _stretches(moves, geometry):
+        num_parts = -(-len(stretch) // stretch.grid.slots_per_run)
+        cuts = [len(stretch) * part // num_parts for part in range(num_parts + 1)]  # evenly: a small one costs as much
+        for start, end in itertools.pairwise(cuts):
+            yield stretch.part(start, end)
+
+
+def _stretches(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
+    """Runs of any length."""
     placed = []
     for position, move in enumerate(moves):
         place = geometry.grid(move.layout.block_bytes).place(move.offset_bytes)
@@ -65,11 +75,9 @@ def runs(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
         else:
             if run is not None:
                 yield run
-            grid = geometry.grid(move.layout.block_bytes)
             layout = ExtentLayout(move.layout.fingerprint, move.layout.block_bytes)
-            run = Run(grid, layout, place, [position], [move])
-        is_full = len(run.moves) == run.grid.slots_per_run
-        following = None if is_full else (place.directory, place.extent, place.slot + 1)
+            run = Run(geometry.grid(layout.block_bytes), layout, place, [position], [move])
+        following = (place.directory, place.extent, place.slot + 1)
     if run is not None:
         yield run
 

@@ -98,7 +98,7 @@ def test_junk_is_never_a_block(junk: bytes, where: int) -> None:
     for data in (junk, good[:where] + junk + good[where:], good[:where] + junk):
         moves = empty(keys(2), TINY)
         with fed([data]) as wire:
-            answers = answers_to(lambda wire=wire, moves=moves: pipeline.read(wire, moves, soon()))  # type: ignore[misc]
+            answers = answers_to(lambda wire=wire, moves=moves: pipeline.read(wire, moves, soon()))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
             for answer, got in zip(answers, moves, strict=False):
                 assert answer is not OK or are_right([got])
             assert len(answers) == 2 or not wire.is_clean

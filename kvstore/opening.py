@@ -1,0 +1,48 @@
+"""From a configuration to an open store."""
+
+from contextlib import ExitStack
+
+from kvstore.config import Config, FileConfig, RedisConfig
+from kvstore.store import Store
+from kvstore.tiers.file import FileTier
+from kvstore.tiers.memory import Arena, MemoryTier
+from kvstore.tiers.redis import RedisTier
+
+
+def open_store(config: Config) -> Store:
+    """Open every tier that ``config`` names. Raises ``KVStoreError`` saying what to do.
+
+    A Redis server may be absent; a directory must be ours, and the memory must be there.
+    """
+    config.validate_against_machine()
+    with ExitStack() as undo:
+        file = shared = memory = None
+        if config.file is not None:
+            file = _file_tier(config.file)
+            undo.callback(file.close)
+        if config.redis is not None:
+            shared = _redis_tier(config.redis)
+            undo.callback(shared.close)
+        if config.memory.capacity_bytes:
+            memory = MemoryTier(Arena(config.memory.capacity_bytes))
+            undo.callback(memory.close)
+        store = Store(memory=memory, file=file, shared=shared, config=config)
+        undo.pop_all()
+    return store
+
+
+def _file_tier(config: FileConfig) -> FileTier:
+    return FileTier(config.directories, config.capacity_bytes, write_bytes_per_day=config.write_bytes_per_day)
+
+
+def _redis_tier(config: RedisConfig) -> RedisTier:
+    return RedisTier(
+        config.url,
+        ttl_s=config.ttl_s,
+        codec=config.codec,
+        username=config.username,
+        password=config.password,
+        tls_ca_file=config.tls_ca_file,
+        tls_cert_file=config.tls_cert_file,
+        tls_key_file=config.tls_key_file,
+    )

@@ -1,0 +1,65 @@
+"""What a store does beside requests: erase what is too old, renew and clear on a shared tier. Owner thread only."""
+
+from collections.abc import Iterable, Sequence
+
+from kvstore.copies import Copies
+from kvstore.mover import Mover, Ticket
+from kvstore.namespace import Namespace
+from kvstore.shared_level import SharedLevel
+from kvstore.slot_level import SlotLevel
+from kvstore.types import BlockKey, Outcome
+
+SWEEP_SLOTS = 4096
+CLEAR_TIMEOUT_S = 10.0
+
+
+class Upkeep:
+    """Errands in the background; each may be dropped where a lane is busy, for it comes again."""
+
+    def __init__(self, copies: Copies, mover: Mover) -> None:
+        self._copies = copies
+        self._mover = mover
+
+    def sweep(self, namespaces: Iterable[Namespace], levels: Sequence[SlotLevel]) -> None:
+        """Erase blocks past their namespace's age, a bounded step of each level; lookups refuse them before that."""
+        for ns in namespaces:
+            if not ns.max_age_s:
+                continue
+            for level in levels:
+                keys = level.sweep(ns, self._copies.oldest_unix_s(ns), SWEEP_SLOTS)
+                if keys:
+                    self._copies.erase(level, ns, keys)
+
+    def renew(self, shared: SharedLevel, chain: Sequence[BlockKey], deadline_s: float) -> None:
+        """A touch renews the time to live of the whole prefix, where a good part of it has gone."""
+        keys = shared.due_for_renewal(chain)
+        if not keys:
+            return
+
+        def work() -> list[Outcome]:
+            shared.tier.renew(keys, deadline_s)
+            return [Outcome.OK]
+
+        def finish(outcomes: list[Outcome]) -> None:
+            if outcomes[0] is Outcome.OK:
+                shared.learn(keys)
+
+        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, finish, abandon=_nothing))
+
+    def clear(self, shared: SharedLevel, ns: Namespace) -> None:
+        """Erase a namespace on the shared tier."""
+        deadline_s = self._mover.clock() + CLEAR_TIMEOUT_S
+
+        def work() -> list[Outcome]:
+            shared.tier.clear(ns.digest, deadline_s)
+            return [Outcome.OK]
+
+        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, _ignore, abandon=_nothing))
+
+
+def _nothing() -> None:
+    """There is nothing to give up."""
+
+
+def _ignore(outcomes: list[Outcome]) -> None:
+    """There is nothing to settle."""
