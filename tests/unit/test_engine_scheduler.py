@@ -1,4 +1,4 @@
-"""Who computes how many tokens: decoding first, prompts in chunks, preemption from the end, nobody waits for a prefix."""
+"""Who computes how many tokens: decoding first, prompts in chunks, preemption from the end, no waiting."""
 
 from dataclasses import dataclass, field
 
