@@ -51,6 +51,7 @@ class CopyDown:
         self._mover = mover
         self._stats = stats
         self._writing: set[tuple[str, BlockKey]] = set()
+        self.copies_victims = any("evict" in ADMITTED[admission] for _, admission in lower)
 
     def offer(self, ns: Namespace, slots: Sequence[int], occasion: Occasion) -> set[BlockKey]:
         """Copy READY blocks of RAM down where admission wants it; returns the keys that some level accepted."""

@@ -182,9 +182,11 @@ class BlockPool:
     # ---- writing
 
     def reserve(self, num_blocks: int) -> list[int]:
-        """Up to ``num_blocks`` FILLING slots, ascending, evicting only the shortfall; fewer when the rest is in use."""
-        while len(self._free) < num_blocks and self._evict_one():
-            pass
+        """Up to ``num_blocks`` FILLING slots, ascending, evicting only the shortfall.
+
+        Fewer when the rest is in use, or when victims are being copied on their way out.
+        """
+        self.evict(num_blocks - len(self._free))
         slots = [heapq.heappop(self._free) for _ in range(min(num_blocks, len(self._free)))]
         for slot in slots:
             self._move(slot, SlotState.FILLING)
@@ -259,7 +261,10 @@ class BlockPool:
 
     def evict(self, num_blocks: int) -> int:
         """Make room: up to ``num_blocks`` leave in the policy's order; returns how many did."""
-        return sum(1 for _ in range(num_blocks) if self._evict_one())
+        num_evicted = 0
+        while num_evicted < num_blocks and self._evict_one():
+            num_evicted += 1
+        return num_evicted
 
     def remove(self, key: BlockKey) -> int | None:
         """``key`` is gone at once; its slot is free when no pin and no copy is on it. Returns the slot it was in."""

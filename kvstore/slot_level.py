@@ -12,7 +12,7 @@ from kvstore.extents import Extents
 from kvstore.namespace import Namespace
 from kvstore.policy.base import Policy
 from kvstore.pool import BlockPool, SlotState
-from kvstore.tiers.base import StoredBlock, Tier
+from kvstore.tiers.base import SlotTier, StoredBlock
 from kvstore.types import BlockKey
 
 PolicyFactory = Callable[[], Policy[BlockKey]]
@@ -37,8 +37,7 @@ class SlotLevel:
 
     def __init__(
         self,
-        tier: Tier,
-        extents: Extents,
+        tier: SlotTier,
         policy: PolicyFactory,
         *,
         on_evict: OnEvict | None = None,
@@ -46,7 +45,7 @@ class SlotLevel:
         """``on_evict(fingerprint, key, slot)`` is called as a victim leaves; see ``BlockPool``."""
         self.tier = tier
         self.name = tier.name
-        self._extents = extents
+        self._extents = Extents(tier.capacity_bytes, tier.extent_bytes)
         self._policy = policy
         self._on_evict = on_evict
         self._shares: dict[bytes, _Share] = {}

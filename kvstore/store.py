@@ -12,7 +12,6 @@ from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
 from kvstore.errors import ClosedError, ConfigError, LayoutError
-from kvstore.extents import Extents, extent_bytes_for
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
@@ -26,8 +25,7 @@ from kvstore.promotion import Prefetch, Promotions
 from kvstore.shared_level import SharedLevel, SharedTier
 from kvstore.slot_level import PolicyFactory, SlotLevel
 from kvstore.stats import Stats
-from kvstore.tiers.base import Tier
-from kvstore.tiers.file import FileTier
+from kvstore.tiers.base import SlotTier, Tier
 from kvstore.tiers.memory import Arena, MemoryTier
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 from kvstore.upkeep import Upkeep
@@ -43,13 +41,12 @@ class Store:
         self,
         *,
         memory: MemoryTier | None,
-        file: FileTier | None = None,
+        file: SlotTier | None = None,
         shared: SharedTier | None = None,
         config: Config,
         executor: Callable[[str, int], Executor] = ThreadExecutor,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        memory_extents: Extents | None = None,
     ) -> None:
         """A store over open tiers; ``kvstore.opening`` makes one from a configuration."""
         if memory is None and file is None and shared is None:
@@ -71,14 +68,10 @@ class Store:
         self._shared: SharedLevel | None = None
         lower: list[tuple[Level, str]] = []
         if memory is not None:
-            capacity_bytes = memory.arena.capacity_bytes
-            extents = memory_extents or Extents(capacity_bytes, extent_bytes_for(capacity_bytes))
-            self._memory = SlotLevel(memory, extents, policy, on_evict=self._on_memory_evict)
+            self._memory = SlotLevel(memory, policy, on_evict=self._on_memory_evict)
             self._add_lane(memory, executor)
         if file is not None:
-            self._file = SlotLevel(
-                file, Extents(file.capacity_bytes, file.extent_bytes), policy, on_evict=self._on_file_evict
-            )
+            self._file = SlotLevel(file, policy, on_evict=self._on_file_evict)
             self._file.adopt(file.scan())
             self._add_lane(file, executor)
             lower.append((self._file, config.file.admission if config.file else "always"))
@@ -195,6 +188,10 @@ class Store:
         if self._memory is None:
             return WriteLease(ns, [], [])
         slots = self._memory.reserve(ns.fingerprint, num_blocks)
+        if self._copydown.copies_victims:
+            # What leaves must be copied first, so let as many go now as the next call may want.
+            pool = self._memory.pool(ns.fingerprint)
+            pool.evict(num_blocks - pool.num(SlotState.FREE) - pool.num(SlotState.QUARANTINED))
         return WriteLease(ns, slots, self._views(ns, slots))
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:

@@ -184,7 +184,8 @@ def flips(bit: int) -> Effect:
     def effect(call: Call) -> Any:
         if call.name == "pwritev":
             whole = bytearray(b"".join(call.buffers))
-            whole[bit // 8] ^= 1 << bit % 8
+            if bit < 8 * len(whole):
+                whole[bit // 8] ^= 1 << bit % 8
             return call.proceed([_on_pages(whole)])
         num_bytes = call.proceed(call.buffers)
         position = bit // 8

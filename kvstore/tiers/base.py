@@ -72,6 +72,15 @@ class Tier(Protocol):
         """Let go of files and sockets; blocks stay. Safe to call twice."""
 
 
+class SlotTier(Tier, Protocol):
+    """A tier whose bytes lie in slots, at offsets that a pool of ours decides on."""
+
+    capacity_bytes: int
+    """The whole budget."""
+    extent_bytes: int
+    """How the budget is cut; see ``kvstore.extents``."""
+
+
 class Probing(Protocol):
     """The further capability of a shared tier."""
 

@@ -40,6 +40,7 @@ from kvstore.tiers.file_geometry import (
 )
 from kvstore.tiers.file_slot import MAX_RUN_BLOCKS, Run, runs
 from kvstore.tiers.os_files import OsFiles
+from kvstore.tiers.slot_table import ExtentLayout
 from kvstore.tiers.write_ledger import WriteLedger
 from kvstore.types import Outcome
 
@@ -137,7 +138,11 @@ class FileTier:
         if rows:  # a clock that was set back does not make new blocks look old
             self._sequence = itertools.count(max(rows[0][0] + 1, next(self._sequence)))
         now_unix_s = self._wall_clock()
+        layouts: dict[int, ExtentLayout | None] = {}
         for _, directory, extent, index, data in rows:
+            layout = directory.table.layout(extent)
+            if layouts.setdefault(extent, layout) != layout:
+                continue  # in this directory the extent has yet to be handed over
             entry = directory.table.parse(extent, data)
             if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
                 continue

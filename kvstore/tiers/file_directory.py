@@ -157,7 +157,7 @@ class Directory:
         """Disk space that the files take; holes take none."""
         used_bytes = 0
         for name in _OURS:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it may have been deleted
                 found = (self.path / name).stat()
                 used_bytes += min(found.st_size, found.st_blocks * 512)
         return used_bytes

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore import layout
 from kvstore.errors import ConfigError
+from kvstore.extents import extent_bytes_for
 from kvstore.tiers.base import BlockMove, StoredBlock
 from kvstore.types import Outcome
 
@@ -72,8 +73,12 @@ class MemoryTier:
 
     name = "memory"
 
-    def __init__(self, arena: Arena, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, arena: Arena, *, extent_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.arena = arena
+        self.capacity_bytes = arena.capacity_bytes
+        self.extent_bytes = extent_bytes or extent_bytes_for(arena.capacity_bytes)
         self._clock = clock
 
     def slot_bytes(self, block_bytes: int) -> int:
