@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench-tiers lock
+.PHONY: help setup check test mutants demo bench-tiers lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,6 +33,9 @@ check: setup ## Formatting, lint, types, layering, tidiness
 
 test: setup ## Every test; make test ARGS="tests/unit -x" for some
 	$(BIN)/python -m pytest $(ARGS)
+
+mutants: setup ## Plant faults in a copy of the product, one at a time, and see the suite kill each
+	$(BIN)/python -m tests.mutants
 
 demo: setup ## The main job: a real model answers from every tier, in the end as a table and build/demo.json
 	$(BIN)/python -m examples.demo $(ARGS)
