@@ -169,6 +169,23 @@ def test_a_prefetch_brings_up_what_lies_below_and_joins_what_is_in_flight() -> N
         w.assert_idle()
 
 
+def test_a_block_in_flight_behind_a_gap_is_joined_and_not_read_again() -> None:
+    with world(4, file=4) as w:
+        chain = w.chain(2)
+        w.put(chain)
+        w.settle()
+        w.store.evict(1)
+        w.store.prefetch(chain, w.clock() + 1)  # reads the second block
+        w.clock.advance(1.0)
+        w.store.poll()  # it has ended, and let go of the first
+        w.store.evict(1)
+        prefetch = w.store.prefetch(chain, w.clock() + 1)
+        assert w.steps.lanes["file"].num_waiting == 2
+        w.settle()
+        assert (prefetch.done, prefetch.ready) == (True, 2)
+        w.assert_idle()
+
+
 def test_a_prefetch_is_idempotent() -> None:
     with world(4, file=4) as w:
         w.put(w.chain(2))
