@@ -1,8 +1,10 @@
-"""The command line: ``kvstore stats | evict | doctor | config``."""
+"""The command line: ``kvstore stats | check | evict | doctor | config``."""
 
 import json
 import os
 import sys
+from collections import Counter
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore import __version__
-from kvstore.config import PATH_VARIABLE, Config, effective, gather
+from kvstore import __version__, offline
+from kvstore.config import PATH_VARIABLE, Config, FileConfig, effective, gather
 from kvstore.doctor import Finding, Verdict, examine
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.quantity import format_size
+from kvstore.errors import ConfigError, KVStoreError, OwnershipError
+from kvstore.opening import open_file_tier
+from kvstore.quantity import format_size, parse_size
 from kvstore.servers import ServerReport, clear, survey
+from kvstore.tiers.base import StoredBlock
 from kvstore.types import NAMESPACE_DIGEST_BYTES
 
 EXIT_BAD_NEWS = 1
@@ -52,33 +56,87 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 def stats(path: ConfigPath = None, as_json: AsJson = False) -> None:
     """Print what each tier holds.
 
-    Of Redis what its servers say; of the store in a running process, scrape the metrics.
+    Of files what lies there, of Redis what its servers say; of the store in a running process, scrape the metrics.
     """
     config = Config.load(path, os.environ)
     servers = [] if config.redis is None else survey(config.redis)
+    held, owner = _file_holdings(config)
     if as_json:
         tiers = {
             "memory": {"capacity_bytes": config.memory.capacity_bytes},
+            "file": [_as_hex(holding) for holding in held],
+            "file_in_use": owner,
             "redis": [asdict(report) for report in servers],
         }
         print(json.dumps(tiers, indent=2))
         return
     print(f"memory: {format_size(config.memory.capacity_bytes)}, in the process that has the store open")
+    if owner:
+        print(f"file: {owner}")
+    if held:
+        _print_holdings(held)
+    elif config.file is not None and not owner:
+        print("file: no blocks")
     if servers:
         _print_servers(servers)
 
 
 @app.command()
-def evict(
-    namespace: Annotated[str, typer.Option(help="Free this whole namespace on Redis: 32 hex digits.")],
+def check(
     path: ConfigPath = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Erase the blocks that are broken.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Free blocks of the lower tiers."""
+    """Read every block on file and verify it.
+
+    Exits with 1 if one is broken and was not erased. The store must not be open in another process.
+    """
     config = Config.load(path, os.environ)
-    digest = _digest(namespace)
-    if config.redis is None:
-        raise ConfigError("no redis tier is configured: give the store's --config, or KVSTORE_REDIS_URL")
-    print(f"redis: {clear(config.redis, digest)} blocks freed")
+    with closing(open_file_tier(_existing(config))) as tier:
+        counts: Counter[str] = Counter()
+        broken: list[StoredBlock] = []
+        for block, outcome in offline.verify(tier):
+            counts[outcome.value] += 1
+            if outcome in offline.BROKEN:
+                broken.append(block)
+        num_erased = offline.erase(tier, broken) if repair else 0
+    if as_json:
+        print(json.dumps({"outcomes": counts, "broken": len(broken), "erased": num_erased}, indent=2))
+    else:
+        print(f"{counts.total()} blocks: {', '.join(f'{n} {outcome}' for outcome, n in counts.items()) or 'none'}")
+        if num_erased:
+            print(f"{num_erased} broken blocks erased")
+        elif broken:
+            print("run it with --repair to erase the broken ones; until then each is a miss")
+    if len(broken) > num_erased:
+        raise typer.Exit(EXIT_BAD_NEWS)
+
+
+@app.command()
+def evict(
+    path: ConfigPath = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Free this whole namespace, on file and Redis: 32 hex digits.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help='Free about so much on file, oldest first: "10GiB".')] = None,
+) -> None:
+    """Free blocks of the lower tiers. The store must not be open in another process, unless only Redis is meant."""
+    config = Config.load(path, os.environ)
+    if (namespace is None) == (size is None):
+        raise typer.BadParameter("give one of --namespace and --size")
+    if config.file is None and config.redis is None:
+        raise ConfigError("no lower tier is configured: give the store's --config, or KVSTORE_REDIS_URL")
+    digest = b"" if namespace is None else _digest(namespace)
+    if size is not None and config.file is None:
+        raise ConfigError("--size is for the file tier, and none is configured: give the store's --config")
+    if config.file is not None:
+        with closing(open_file_tier(_existing(config))) as tier:
+            leaving = offline.of_namespace(tier.scan(), digest)
+            if size is not None:
+                leaving = offline.of_size(offline.oldest_leaves(tier.scan()), tier, _size(size))
+            print(f"file: {offline.erase(tier, list(leaving))} blocks freed")
+    if config.redis is not None and namespace is not None:
+        print(f"redis: {clear(config.redis, digest)} blocks freed")
 
 
 @app.command()
@@ -141,6 +199,46 @@ def _print_servers(servers: list[ServerReport]) -> None:
                 Text(report.address), report.version, *sizes, report.eviction, str(report.num_keys), Text(report.advice)
             )
     _console().print(table)
+
+
+def _existing(config: Config) -> FileConfig:
+    """The file tier of the configuration, if it is there; looking at one must not make one."""
+    if config.file is None:
+        raise ConfigError("no file tier is configured: give the store's --config, or KVSTORE_FILE_DIRECTORIES")
+    for directory in config.file.directories:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is not there: no store has used it yet, or file.directories is wrong")
+    return config.file
+
+
+def _file_holdings(config: Config) -> tuple[list[offline.Holding], str]:
+    """What lies on file, or why it cannot be looked at now."""
+    if config.file is None or not all(directory.is_dir() for directory in config.file.directories):
+        return [], ""
+    try:
+        with closing(open_file_tier(config.file)) as tier:
+            return offline.holdings(tier), ""
+    except OwnershipError as error:
+        return [], str(error)
+
+
+def _as_hex(holding: offline.Holding) -> dict[str, object]:
+    return asdict(holding) | {"namespace": holding.namespace.hex(), "fingerprint": holding.fingerprint.hex()}
+
+
+def _print_holdings(held: list[offline.Holding]) -> None:
+    table = _table("file: namespace", "layout", "block", "blocks", "used")
+    for holding in held:
+        sizes = format_size(holding.block_bytes), str(holding.num_blocks), format_size(holding.used_bytes)
+        table.add_row(holding.namespace.hex(), holding.fingerprint.hex(), *sizes)
+    _console().print(table)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--size {text}: {error}") from error
 
 
 def _digest(text: str) -> bytes:

@@ -18,7 +18,7 @@ def open_store(config: Config) -> Store:
     with ExitStack() as undo:
         file = shared = memory = None
         if config.file is not None:
-            file = _file_tier(config.file)
+            file = open_file_tier(config.file)
             undo.callback(file.close)
         if config.redis is not None:
             shared = _redis_tier(config.redis)
@@ -31,7 +31,8 @@ def open_store(config: Config) -> Store:
     return store
 
 
-def _file_tier(config: FileConfig) -> FileTier:
+def open_file_tier(config: FileConfig) -> FileTier:
+    """The file tier alone, for those who look at it while no store has it open. Raises like ``open_store``."""
     return FileTier(config.directories, config.capacity_bytes, write_bytes_per_day=config.write_bytes_per_day)
 
 

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvstore.layout import Layout
+from kvstore.testing.blocks import full_move, key_of, layout_of
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.base import BlockMove
+from kvstore.tiers.file import FileTier
 from kvstore.tiers.redis import RedisTier
 from kvstore.types import BlockKey, Outcome
 
@@ -44,7 +47,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-COMMANDS = ("stats", "evict", "doctor", "config")
+COMMANDS = ("stats", "check", "evict", "doctor", "config")
 
 
 def test_help_lists_the_commands() -> None:
@@ -192,6 +195,75 @@ def test_evict_takes_whole_namespaces_only(text: str) -> None:
     result = kvstore("evict", "--namespace", text, KVSTORE_REDIS_URL="redis://127.0.0.1:1")
     assert result.returncode == 2
     assert "not 32 hex digits" in result.stderr
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A file tier with three blocks of one namespace and two of another."""
+    directory = tmp_path / "kv"
+    with closing(FileTier([directory], 64 << 20)) as tier:
+        for number in range(5):
+            namespace = NAMESPACE if number < 3 else OTHER
+            move = full_move(tier, number, layout_of(4096))
+            move.key = key_of(number, namespace)
+            assert tier.write([move], time.monotonic() + 10) == [Outcome.OK]
+    return directory
+
+
+def on_file(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return kvstore(*words, KVSTORE_FILE_DIRECTORIES=str(directory), KVSTORE_FILE_CAPACITY="64MiB")
+
+
+def test_stats_tells_what_lies_on_file(directory: Path) -> None:
+    held = json.loads(on_file(directory, "stats", "--json").stdout)["file"]
+    assert {(holding["namespace"], holding["num_blocks"]) for holding in held} == {
+        (NAMESPACE.hex(), 3),
+        (OTHER.hex(), 2),
+    }
+    assert NAMESPACE.hex() in on_file(directory, "stats").stdout
+
+
+def test_stats_names_the_process_that_has_the_files_open(directory: Path) -> None:
+    with closing(FileTier([directory], 64 << 20)):
+        result = on_file(directory, "stats")
+    assert result.returncode == 0
+    assert str(os.getpid()) in result.stdout
+
+
+def test_check_finds_a_flipped_bit_and_repair_erases_the_block(directory: Path) -> None:
+    assert on_file(directory, "check").returncode == 0
+    (data,) = [path for path in directory.iterdir() if path.stat().st_blocks * 512 >= 5 * 8192 and path.is_file()]
+    with data.open("r+b") as file:
+        file.seek(8192 + 4096 + 7)  # the payload of the second block
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    result = on_file(directory, "check")
+    assert result.returncode == 1
+    assert "1 damaged" in result.stdout
+    assert on_file(directory, "check", "--repair").returncode == 0
+    assert "5 blocks" not in on_file(directory, "check").stdout
+
+
+def test_check_names_the_process_that_has_the_files_open(directory: Path) -> None:
+    with closing(FileTier([directory], 64 << 20)):
+        assert_error(on_file(directory, "check"), str(os.getpid()))
+
+
+def test_check_makes_no_store_where_none_is(tmp_path: Path) -> None:
+    assert_error(on_file(tmp_path / "nothing", "check"), "not there")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_evict_frees_a_namespace_or_a_size_on_file(directory: Path) -> None:
+    assert on_file(directory, "evict", "--namespace", OTHER.hex()).stdout == "file: 2 blocks freed\n"
+    assert on_file(directory, "evict", "--size", "9KiB").stdout == "file: 2 blocks freed\n"
+    assert "1 blocks" in on_file(directory, "check").stdout
+
+
+def test_evict_wants_to_know_what(directory: Path) -> None:
+    assert on_file(directory, "evict").returncode == 2
+    assert on_file(directory, "evict", "--size", "much").returncode == 2
 
 
 def store_on_redis(url: str, namespace: bytes, num_blocks: int) -> None:
