@@ -16,6 +16,7 @@ from kvstore.testing.blocks import full_move, key_of, layout_of
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.base import BlockMove
 from kvstore.tiers.file import FileTier
+from kvstore.tiers.file_directory import BLOCKS
 from kvstore.tiers.redis import RedisTier
 from kvstore.types import BlockKey, Outcome
 
@@ -232,8 +233,7 @@ def test_stats_names_the_process_that_has_the_files_open(directory: Path) -> Non
 
 def test_check_finds_a_flipped_bit_and_repair_erases_the_block(directory: Path) -> None:
     assert on_file(directory, "check").returncode == 0
-    (data,) = [path for path in directory.iterdir() if path.stat().st_blocks * 512 >= 5 * 8192 and path.is_file()]
-    with data.open("r+b") as file:
+    with (directory / BLOCKS).open("r+b") as file:
         file.seek(8192 + 4096 + 7)  # the payload of the second block
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
