@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SUITE = ("tests/unit/test_pool.py", "tests/unit/test_mover.py", "tests/unit/test_store.py", "tests/stateful")
+NOUNS = ("pool", "mover", "store", "promotion", "copydown", "lending")
+SUITE = (*(f"tests/unit/test_{noun}.py" for noun in NOUNS), "tests/stateful")
 
 
 @dataclass(frozen=True)
