@@ -1,0 +1,54 @@
+"""Copiers move blocks between an engine's pages and slots in host RAM, asynchronously: what every one promises.
+
+One thread owns a copier. What a ticket copies between is not to be touched until it is ``done``: pages and slots belong
+to the copy. Ordering with compute is the copier's: an offload reads what the compute submitted before it wrote, an
+onboard writes after the compute submitted before it has read.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+COPY_TIMEOUT_S = 30.0
+"""How long anybody waits for one ticket; RAM copies far more than an engine's pages in that time."""
+
+
+class Ticket(Protocol):
+    """A copy in flight."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether bytes did not arrive, or not within ``COPY_TIMEOUT_S`` of a wait: its destination holds anything.
+
+        While it is not ``done`` as well, the copy may still touch both sides: they stay in quarantine.
+        """
+
+    def done(self) -> bool:
+        """Whether the copy touches nothing any more. Never waits."""
+
+    def wait(self) -> None:
+        """Wait until the copy is done, or ``failed`` because it takes too long."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Compute submitted after this call finds the bytes of ``layer`` in place, unless the ticket ``failed``.
+
+        On an accelerator the current stream waits, and the host does not. ``failed`` is to be asked after the last
+        layer: a copy can fail at any time until it is done.
+        """
+
+
+class Copier(Protocol):
+    """Copies between the pages of one ``PagedKV`` and slots of its layout.
+
+    ``pages`` are ids, ``pages_per_block`` for each of ``slots`` in a block's order; a slot is exactly ``block_bytes``.
+    None is the answer when too many tickets are in flight: nothing was started, ask again later. Both calls raise
+    ``LayoutError`` for pages or slots that do not fit and ``ClosedError`` after ``close``; nothing was started then.
+    """
+
+    def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
+        """Start to copy pages into slots."""
+
+    def onboard(self, slots: Sequence[memoryview], pages: Sequence[int]) -> Ticket | None:
+        """Start to copy slots into pages, the first layers first."""
+
+    def close(self) -> None:
+        """Wait for what is in flight, at most ``COPY_TIMEOUT_S``, and let go. Safe to call twice."""
