@@ -159,7 +159,7 @@ def _require_tensors(tensors: Sequence[Tensor], names: list[str], axes: str) -> 
             first.shape, first.stride(), first.dtype, first.device,
         ):  # fmt: skip
             raise LayoutError(f"layer {number} differs from layer 0 in shape, strides, dtype or device: group them")
-    if first.shape[names.index("dim")] > 1 and first.stride(names.index("dim")) != 1:
+    if first.stride(names.index("dim")) != 1:
         raise LayoutError(f"the elements of dim are {first.stride(names.index('dim'))} apart; they must be adjacent")
     if _overlaps(first) or len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
         raise LayoutError("pages share bytes with each other (an expanded tensor, or one given for two layers)")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torch import Generator
 
@@ -50,6 +51,7 @@ class EngineRequest:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_committed: int = 0
+    load: Any = None
     finish_reason: FinishReason | None = None
 
     @property
@@ -66,6 +68,12 @@ class EngineRequest:
     def output(self) -> list[int]:
         """The tokens chosen so far."""
         return self.tokens[self.num_prompt_tokens :]
+
+    def count_served(self, tier: str, num_tokens: int) -> None:
+        """``tier`` had KV of the prompt; what a preempted request finds of its own does not count."""
+        if num_tokens and not self.metrics.num_preemptions:
+            counts = self.metrics.tokens_from_tier
+            counts[tier] = counts.get(tier, 0) + num_tokens
 
     def finish_reason_after(self, token: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
         """Whether ``token``, just chosen, is the last one, and why."""

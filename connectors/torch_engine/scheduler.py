@@ -59,7 +59,6 @@ class Scheduler:
 
     def schedule(self) -> list[tuple[EngineRequest, int]]:
         """The next step: each request with how many tokens it computes."""
-        num_running = len(self.running)
         num_decoding = sum(request.num_left == 1 for request in self.running)
         budget = self._max_step_tokens - num_decoding
         work: list[tuple[EngineRequest, int]] = []
@@ -68,8 +67,7 @@ class Scheduler:
             if num_tokens > 0 and request in self.running and self._make_room(request, num_tokens):
                 work.append((request, num_tokens))
                 budget -= num_tokens if request.num_left > 1 else 0
-        if len(self.running) == num_running:  # nobody gave way
-            work.extend(self._admit(budget))
+        work.extend(self._admit(budget))
         return work
 
     def _make_room(self, request: EngineRequest, num_tokens: int) -> bool:

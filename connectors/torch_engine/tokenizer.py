@@ -67,10 +67,10 @@ def from_gguf(fields: Mapping[str, Any]) -> ChatTokenizer:
     return ChatTokenizer(tokenizer, fields.get("tokenizer.chat_template", _CHATML), variables)
 
 
-def from_directory(path: Path) -> ChatTokenizer:
-    """The tokenizer of a checkpoint directory. Raises ``ConfigError`` if it has none."""
+def from_directory(path: Path) -> ChatTokenizer | None:
+    """The tokenizer of a checkpoint directory; None if it has none."""
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{path} has no tokenizer.json; give the engine token ids or add one")
+        return None
     settings = {}
     if (path / "tokenizer_config.json").is_file():
         settings = json.loads((path / "tokenizer_config.json").read_text())

@@ -41,7 +41,7 @@ class Checkpoint:
     config: ModelConfig
     names: frozenset[str]
     read: Callable[[str], Tensor]
-    tokenizer: Callable[[], ChatTokenizer]
+    tokenizer: Callable[[], ChatTokenizer | None]
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str) -> Tensor:

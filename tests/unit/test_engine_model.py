@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from connectors.torch_engine.attention import Chunk, build_batch
+from connectors.torch_engine.attention import Chunk, Scratch, build_batch
 from connectors.torch_engine.config import ModelConfig
 from connectors.torch_engine.model import Model
 from connectors.torch_engine.weights import Checkpoint, open_checkpoint, tiny_checkpoint
@@ -70,7 +70,7 @@ def run(model: Model, kv: Tensor, tokens: Sequence[int], pages: Sequence[int], c
     """Logits of every token."""
     start, logits = 0, []
     for num_tokens in chunks:
-        batch = build_batch([Chunk(start, num_tokens, pages)], TOKENS_PER_PAGE, model.config.group_size, kv)
+        batch = build_batch([Chunk(start, num_tokens, pages)], kv, Scratch(kv), model.config.group_size)
         rows = torch.tensor(tokens[start : start + num_tokens])
         logits.append(model.logits(model.forward(rows, batch, kv, lambda _: None)))
         start += num_tokens
@@ -113,7 +113,7 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
             run(model, kv, ids[:start], pages, [start])
         chunks.append(Chunk(start, num_tokens, pages))
         tokens += ids[start:]
-    batch = build_batch(chunks, TOKENS_PER_PAGE, model.config.group_size, kv)
+    batch = build_batch(chunks, kv, Scratch(kv), model.config.group_size)
     assert len(batch.groups) < len(chunks), "no two requests decoded together"
     logits = model.logits(model.forward(torch.tensor(tokens), batch, kv, lambda _: None))
     torch.testing.assert_close(logits, torch.cat(alone), atol=2e-4, rtol=0)
@@ -129,7 +129,7 @@ def test_a_layer_reads_no_kv_before_it_was_waited_for() -> None:
     def arrive(layer: int) -> None:
         kv[pages[:4], layer] = source[pages[:4], layer]
 
-    batch = build_batch([Chunk(64, 16, pages)], TOKENS_PER_PAGE, model.config.group_size, kv)
+    batch = build_batch([Chunk(64, 16, pages)], kv, Scratch(kv), model.config.group_size)
     actual = model.logits(model.forward(torch.tensor(tokens[64:]), batch, kv, arrive))
     assert torch.equal(actual, expected)
 

