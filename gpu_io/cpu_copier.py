@@ -81,9 +81,7 @@ class CpuCopier:
 
     def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
         """Start to copy pages into slots."""
-        self._kv.require_fit(pages, slots)
-        if any(slot.readonly for slot in slots):
-            raise LayoutError("a slot to offload into is read-only; reserve slots to write to")
+        self._kv.require_room(pages, slots)
         pages, slots = tuple(pages), tuple(slots)
         return self._offloads.start(lambda ticket: self._offload(pages, slots, ticket))
 

@@ -96,6 +96,12 @@ class PagedKV:
             if slot.nbytes != self.layout.block_bytes or not slot.c_contiguous:
                 raise LayoutError(f"a slot is {slot.nbytes} bytes; a block is {self.layout.block_bytes}, contiguous")
 
+    def require_room(self, pages: Sequence[int], slots: Sequence[memoryview]) -> None:
+        """``require_fit``, and that slots can be written to."""
+        self.require_fit(pages, slots)
+        if any(slot.readonly for slot in slots):
+            raise LayoutError("a slot to offload into is read-only; reserve slots to write to")
+
     def _pieces(self, layers: range) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Of page 0: addresses of the pieces in ``layers``, their offsets in a block, and the size of each."""
         wanted = slice(layers.start * self.num_planes, layers.stop * self.num_planes)

@@ -6,6 +6,7 @@ A subclass named ``Test...`` says how its copier is opened, and on which device.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -96,6 +97,38 @@ def finish(ticket: Ticket | None) -> None:
     started(ticket).wait()
     assert started(ticket).done()
     assert not started(ticket).failed
+
+
+class InlineFence:
+    """A point that has passed, unless its stream is held. ``num_waits`` counts who waited for it."""
+
+    def __init__(self, stream: "InlineStream") -> None:
+        self._stream = stream
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return not self._stream.is_held
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+class InlineStream:
+    """A side stream of the CPU: work is done as it is submitted. It shows the bytes an accelerator would move."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_held = False
+        self.fences: list[InlineFence] = []
+
+    def after_compute(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def fence(self) -> InlineFence:
+        self.fences.append(InlineFence(self))
+        return self.fences[-1]
+
+    def index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64)
 
 
 class CopierContract:

@@ -1,11 +1,324 @@
-"""Copiers against their contract, and what one that copies in threads does while a copy is held up."""
+"""Copiers against their contract, and each one while copies are held up, fail, or take too long."""
 
+from collections.abc import Callable, Sequence
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from gpu_io import accelerator_copier, cpu_copier
+from gpu_io.accelerator_copier import AcceleratorCopier, adjacent
 from gpu_io.copier import Copier
-from gpu_io.cpu_copier import CpuCopier
+from gpu_io.cpu_copier import CpuCopier, CpuTicket
+from gpu_io.device import copier_for
 from gpu_io.pages import PagedKV
-from gpu_io.testing import CopierContract
+from gpu_io.streams import TorchSideStream
+from gpu_io.testing import (
+    IN_ORDER,
+    NUM_LAYERS,
+    NUM_PAGES,
+    STRIDED,
+    CopierContract,
+    InlineStream,
+    Pages,
+    Slots,
+    finish,
+    started,
+)
+from kvstore.errors import LayoutError
+
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+WAIT_S = 10.0
+"""For what must happen; a test that waits so long fails."""
+
+
+def filled(axes: str = IN_ORDER[0], seed: int = 1) -> Pages:
+    return Pages(axes, seed, dtype=torch.bfloat16, device="cpu")
 
 
 class TestCpuCopier(CopierContract):
     def open(self, kv: PagedKV) -> Copier:
         return CpuCopier(kv)
+
+
+class TestAcceleratorCopierOnInlineStreams(CopierContract):
+    """The bytes an accelerator would move, moved by the CPU."""
+
+    def open(self, kv: PagedKV) -> Copier:
+        return AcceleratorCopier(kv, InlineStream)
+
+
+class TestAcceleratorCopierInParts(CopierContract):
+    """With a staging buffer of one block."""
+
+    @pytest.fixture(autouse=True)
+    def little_staging(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accelerator_copier, "STAGING_BYTES", 1)
+
+    def open(self, kv: PagedKV) -> Copier:
+        return AcceleratorCopier(kv, InlineStream)
+
+
+@pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator that torch can use; this machine has none")
+class TestAcceleratorCopier(CopierContract):
+    """The real thing, from and into pageable memory."""
+
+    device = str(ACCELERATOR)
+
+    def open(self, kv: PagedKV) -> Copier:
+        return AcceleratorCopier(kv)
+
+
+# ---- the CPU copier
+
+
+class HeldCopier(CpuCopier):
+    """A copier whose onboards stop before each layer until it is let go, and whose offloads stop at once."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self.go_on = [Event() for _ in kv.layers]
+        super().__init__(kv)
+
+    def let_go(self) -> None:
+        for event in self.go_on:
+            event.set()
+
+    def _offload(self, pages: Sequence[int], slots: Sequence[memoryview], ticket: CpuTicket) -> None:
+        assert self.go_on[0].wait(WAIT_S)
+        super()._offload(pages, slots, ticket)
+
+    def _onboard(self, slots: Sequence[memoryview], pages: Sequence[int], ticket: CpuTicket) -> None:
+        super()._onboard(slots, pages, HeldTicket(ticket, self.go_on))
+
+
+class HeldTicket(CpuTicket):
+    """Advances the real one only when that may go on."""
+
+    def __init__(self, ticket: CpuTicket, go_on: list[Event]) -> None:
+        super().__init__(len(go_on))
+        self._ticket = ticket
+        self._go_on = go_on
+
+    def advance(self, num_ready: int) -> None:
+        assert self._go_on[num_ready - 1].wait(WAIT_S)
+        self._ticket.advance(num_ready)
+
+
+def in_a_thread(call: Callable[[], None]) -> Event:
+    """Set when ``call`` has returned."""
+    returned = Event()
+
+    def run() -> None:
+        call()
+        returned.set()
+
+    Thread(target=run, daemon=True).start()
+    return returned
+
+
+def test_a_layer_is_waited_for_and_the_ones_after_it_are_not() -> None:
+    target = filled(seed=2)
+    copier = HeldCopier(target.kv)
+    ticket = started(copier.onboard(Slots(target.kv, 2).views, [4, 5]))
+    first = in_a_thread(lambda: ticket.wait_layer(0))
+    second = in_a_thread(lambda: ticket.wait_layer(1))
+    last = in_a_thread(ticket.wait)
+    assert not first.wait(0.02)
+    copier.go_on[0].set()
+    assert first.wait(WAIT_S)
+    assert not second.is_set()
+    assert not ticket.done()
+    copier.go_on[1].set()
+    assert second.wait(WAIT_S)
+    assert not last.wait(0.02)
+    copier.go_on[2].set()
+    assert last.wait(WAIT_S)
+    assert ticket.done()
+    copier.close()
+
+
+@pytest.mark.parametrize("axes", [IN_ORDER[0], STRIDED[0]])
+def test_a_layer_of_all_pages_comes_before_the_next_layer(axes: str) -> None:
+    source, target = filled(axes, 1), filled(axes, 2)
+    slots = Slots(source.kv, NUM_PAGES)
+    copier = CpuCopier(source.kv)
+    finish(copier.offload(range(NUM_PAGES), slots.views))
+    copier.close()
+    untouched = target.content()
+    seen = []
+
+    class Watched(CpuTicket):
+        def advance(self, num_ready: int) -> None:
+            seen.append((num_ready, target.content()))
+            super().advance(num_ready)
+
+    copier = CpuCopier(target.kv)
+    copier._onboard(slots.views, range(NUM_PAGES), Watched(NUM_LAYERS))
+    copier.close()
+    assert [num_ready for num_ready, _ in seen] == [1, 2, 3]
+    for num_ready, content in seen:
+        assert content[:, :num_ready].equal(source.content()[:, :num_ready])
+        assert content[:, num_ready:].equal(untouched[:, num_ready:])
+
+
+def test_too_many_copies_are_refused_and_another_direction_is_not_held_up() -> None:
+    engine = filled()
+    copier = HeldCopier(engine.kv)
+    slots = Slots(engine.kv, 2)
+    tickets = [started(copier.offload([0], slots.views[:1])) for _ in range(cpu_copier.MAX_TICKETS)]
+    assert copier.offload([0], slots.views[:1]) is None
+    onboard = started(copier.onboard(slots.views[1:], [1]))
+    copier.let_go()
+    finish(onboard)
+    for ticket in tickets:
+        finish(ticket)
+    finish(copier.offload([0], slots.views[:1]))
+    copier.close()
+
+
+def test_a_copy_that_goes_wrong_has_failed_and_the_next_one_has_not(caplog: pytest.LogCaptureFixture) -> None:
+    engine = filled()
+    copier = CpuCopier(engine.kv)
+    slots = Slots(engine.kv, 1)
+
+    def broken(pages: Sequence[int], slots: Sequence[memoryview], ticket: CpuTicket) -> None:
+        raise OSError("the bytes are gone")
+
+    copier._offload = broken  # type: ignore[method-assign]  # stands for a fault that copying does not have by itself
+    ticket = started(copier.offload([0], slots.views))
+    ticket.wait()
+    ticket.wait_layer(0)
+    assert ticket.done()
+    assert ticket.failed
+    assert "the bytes are gone" in caplog.text
+    del copier._offload
+    finish(copier.offload([0], slots.views))
+    copier.close()
+
+
+def test_a_copy_that_takes_too_long_has_failed_but_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_copier, "COPY_TIMEOUT_S", 0.01)
+    engine = filled()
+    copier = HeldCopier(engine.kv)
+    ticket = started(copier.onboard(Slots(engine.kv, 1).views, [3]))
+    ticket.wait_layer(0)
+    assert ticket.failed
+    assert not ticket.done()
+    copier.let_go()
+    copier.close()
+
+
+def test_close_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_copier, "COPY_TIMEOUT_S", 0.01)
+    engine = filled()
+    copier = HeldCopier(engine.kv)
+    ticket = started(copier.offload([3], Slots(engine.kv, 1).views))
+    copier.close()
+    assert not ticket.done()
+    copier.let_go()
+
+
+# ---- the accelerator copier
+
+
+def held_copier(kv: PagedKV) -> tuple[AcceleratorCopier, list[InlineStream]]:
+    """A copier whose streams pass no fence as long as they are held, and its streams: offload, onboard."""
+    streams: list[InlineStream] = []
+
+    def stream(device: torch.device) -> InlineStream:
+        streams.append(InlineStream(device))
+        streams[-1].is_held = True
+        return streams[-1]
+
+    return AcceleratorCopier(kv, stream), streams
+
+
+def test_compute_waits_for_the_fence_of_its_layer() -> None:
+    engine = filled()
+    copier, (_, onboards) = held_copier(engine.kv)
+    ticket = started(copier.onboard(Slots(engine.kv, 2).views, [3, 5]))
+    for layer in range(NUM_LAYERS):
+        ticket.wait_layer(layer)
+        assert [fence.num_waits for fence in onboards.fences] == [1] * (layer + 1) + [0] * (NUM_LAYERS - layer)
+    assert not ticket.done()
+    onboards.is_held = False
+    finish(ticket)
+
+
+def test_a_layer_in_parts_is_there_with_its_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_copier, "STAGING_BYTES", 1)
+    engine = filled()
+    copier, (_, onboards) = held_copier(engine.kv)
+    ticket = started(copier.onboard(Slots(engine.kv, 2).views, [3, 5]))
+    ticket.wait_layer(0)
+    assert [fence.num_waits for fence in onboards.fences].index(1) == NUM_LAYERS
+
+
+def test_an_accelerator_copier_bounds_its_tickets() -> None:
+    engine = filled()
+    copier, (offloads, _) = held_copier(engine.kv)
+    slots = Slots(engine.kv, 1)
+    tickets = [started(copier.offload([0], slots.views)) for _ in range(accelerator_copier.MAX_TICKETS)]
+    assert copier.offload([0], slots.views) is None
+    offloads.is_held = False
+    for ticket in tickets:
+        finish(ticket)
+    finish(copier.offload([0], slots.views))
+
+
+def test_an_accelerator_copy_that_takes_too_long_has_failed_but_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_copier, "COPY_TIMEOUT_S", 0.01)
+    engine = filled()
+    copier, _ = held_copier(engine.kv)
+    ticket = started(copier.offload([0], Slots(engine.kv, 1).views))
+    copier.close()
+    assert ticket.failed
+    assert not ticket.done()
+
+
+def test_a_copy_the_device_has_no_memory_for_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = filled()
+    copier = AcceleratorCopier(engine.kv, NoMemoryStream)
+    ticket = started(copier.offload([0], Slots(engine.kv, 1).views))
+    ticket.wait()
+    assert ticket.done()
+    assert ticket.failed
+    assert "out of memory" in caplog.text
+
+
+class NoMemoryStream(InlineStream):
+    def index(self, pages: Sequence[int]) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is out of memory")
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([], []),
+        ([40], [range(1)]),
+        ([0, 10, 20], [range(3)]),
+        ([0, 10, 30, 40, 0], [range(2), range(2, 4), range(4, 5)]),
+        ([20, 10, 0], [range(1), range(1, 2), range(2, 3)]),
+    ],
+)
+def test_slots_that_follow_each_other_are_one_copy(starts: list[int], expected: list[range]) -> None:
+    assert adjacent(starts, 10) == expected
+
+
+# ---- which copier
+
+
+def test_pages_of_a_cpu_get_the_cpu_copier() -> None:
+    copier = copier_for(filled().kv)
+    assert isinstance(copier, CpuCopier)
+    copier.close()
+
+
+def test_pages_that_no_copier_can_reach_are_refused() -> None:
+    kv = PagedKV([torch.zeros(2, 4, 8, device="meta")], "page token dim")
+    with pytest.raises(LayoutError):
+        copier_for(kv)
+    with pytest.raises(LayoutError):
+        CpuCopier(kv)
+    with pytest.raises(LayoutError):
+        TorchSideStream(torch.device("cpu"))
