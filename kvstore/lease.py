@@ -1,7 +1,10 @@
-"""The two leases, the only ways to write and to read, and what the store answers. Single-owner; each ends once."""
+"""The two leases, the only ways to write and to read, and what the store answers. Single-owner; each ends once.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+A lease is also a context manager, so that it ends with its scope whatever happens in there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.errors import LeaseError
@@ -24,8 +27,17 @@ class WriteLease:
     ns: Namespace
     slots: list[int]
     views: list[memoryview]
+    end: Callable[["WriteLease"], None]
     num_named: int = 0
     state: LeaseState = LeaseState.HELD
+
+    def __enter__(self) -> "WriteLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Abort what no commit has named; a lease that has ended is left as it is."""
+        if self.state is LeaseState.HELD:
+            self.end(self)
 
     @property
     def num_blocks(self) -> int:
@@ -49,8 +61,17 @@ class ReadLease:
     ns: Namespace
     keys: Sequence[BlockKey]
     slots: list[int]
-    views: list[memoryview] = field(default_factory=list)
+    views: list[memoryview]
+    end: Callable[["ReadLease"], None]
     state: LeaseState = LeaseState.HELD
+
+    def __enter__(self) -> "ReadLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release it, unless that was done."""
+        if self.state is LeaseState.HELD:
+            self.end(self)
 
     @property
     def num_blocks(self) -> int:

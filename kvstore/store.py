@@ -159,7 +159,7 @@ class Store:
         self._require_open()
         ns = self._namespace_of(chain)
         if ns is None or self._memory is None:
-            return ReadLease(ns or _NOWHERE, (), [])
+            return ReadLease(ns or _NOWHERE, (), [], [], self.release)
         pool = self._memory.pool(ns.fingerprint)
         slots = pool.prefix(chain, self._copies.oldest_unix_s(ns))
         for slot in slots:
@@ -167,7 +167,7 @@ class Store:
         self._copydown.offer(ns, slots, "touch")
         self.stats.inc("kvstore_loaded_blocks_total", len(slots), "memory")
         self.stats.inc("kvstore_loaded_bytes_total", len(slots) * ns.layout.block_bytes, "memory")
-        return ReadLease(ns, chain[: len(slots)], slots, self._views(ns, slots))
+        return ReadLease(ns, chain[: len(slots)], slots, self._views(ns, slots), self.release)
 
     def release(self, lease: ReadLease) -> None:
         """End a pin. Raises ``LeaseError`` the second time."""
@@ -186,13 +186,13 @@ class Store:
         self._require_open()
         self._require_ours(ns)
         if self._memory is None:
-            return WriteLease(ns, [], [])
+            return WriteLease(ns, [], [], self.abort)
         slots = self._memory.reserve(ns.fingerprint, num_blocks)
         if self._copydown.copies_victims:
             # What leaves must be copied first, so let as many go now as the next call may want.
             pool = self._memory.pool(ns.fingerprint)
             pool.evict(num_blocks - pool.num(SlotState.FREE) - pool.num(SlotState.QUARANTINED))
-        return WriteLease(ns, slots, self._views(ns, slots))
+        return WriteLease(ns, slots, self._views(ns, slots), self.abort)
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
         """Name the next ``len(keys)`` slots of ``lease``, root first: they can be found from now on.

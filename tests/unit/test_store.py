@@ -65,6 +65,20 @@ def test_leases_end_once() -> None:
         w.assert_idle()
 
 
+def test_a_lease_ends_with_its_scope() -> None:
+    """LK-005, HG-003: whatever happens in there, nothing is left behind."""
+    with world(4) as w:
+        chain = w.chain(2)
+        with w.store.reserve(w.ns, 3) as lease:
+            w.store.commit(lease, chain, None)
+        assert w.store.reserve(w.ns, 2).num_blocks == 2
+        with pytest.raises(RuntimeError), w.store.pin(chain):
+            raise RuntimeError("in the middle")
+        with w.store.pin(chain) as read:
+            w.store.release(read)
+        assert w.store.evict(2) == 2
+
+
 def test_more_keys_than_slots_are_refused_and_nothing_changes() -> None:
     with world(4) as w:
         lease = w.store.reserve(w.ns, 1)
