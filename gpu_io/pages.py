@@ -66,6 +66,8 @@ class PagedKV:
             ],
             dtype=np.int64,
         )
+        self.is_one_run = self.is_in_order and len(self._pieces(range(len(self.layers)))[0]) == 1
+        """Whether all bytes of a page are one run, layer after layer."""
 
     def runs(self, pages: Sequence[int], slots: Sequence[int], layers: range | None = None) -> list[Run]:
         """As few runs as cover ``layers`` (all, by default) of the blocks in ``pages``, in the order of ``slots``.

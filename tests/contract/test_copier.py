@@ -41,6 +41,17 @@ class TestCpuCopier(CopierContract):
         return CpuCopier(kv)
 
 
+class TestCpuCopierLayerByLayer(CopierContract):
+    """As it copies pages so large that one layer of them is a run worth a call."""
+
+    @pytest.fixture(autouse=True)
+    def large_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu_copier, "RUN_BYTES", 1)
+
+    def open(self, kv: PagedKV) -> Copier:
+        return CpuCopier(kv)
+
+
 class TestAcceleratorCopierOnInlineStreams(CopierContract):
     """The bytes an accelerator would move, moved by the CPU."""
 
@@ -70,6 +81,12 @@ class TestAcceleratorCopier(CopierContract):
 
 
 # ---- the CPU copier
+
+
+@pytest.fixture
+def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of a page is a run worth a call."""
+    monkeypatch.setattr(cpu_copier, "RUN_BYTES", 1)
 
 
 class HeldCopier(CpuCopier):
@@ -116,6 +133,7 @@ def in_a_thread(call: Callable[[], None]) -> Event:
     return returned
 
 
+@pytest.mark.usefixtures("large_pages")
 def test_a_layer_is_waited_for_and_the_ones_after_it_are_not() -> None:
     target = filled(seed=2)
     copier = HeldCopier(target.kv)
@@ -137,6 +155,7 @@ def test_a_layer_is_waited_for_and_the_ones_after_it_are_not() -> None:
     copier.close()
 
 
+@pytest.mark.usefixtures("large_pages")
 @pytest.mark.parametrize("axes", [IN_ORDER[0], STRIDED[0]])
 def test_a_layer_of_all_pages_comes_before_the_next_layer(axes: str) -> None:
     source, target = filled(axes, 1), filled(axes, 2)
@@ -159,6 +178,24 @@ def test_a_layer_of_all_pages_comes_before_the_next_layer(axes: str) -> None:
     for num_ready, content in seen:
         assert content[:, :num_ready].equal(source.content()[:, :num_ready])
         assert content[:, num_ready:].equal(untouched[:, num_ready:])
+
+
+@pytest.mark.parametrize(("run_bytes", "expected"), [(1, [1, 2, 3]), (500, [2, 3]), (1 << 20, [3])])
+def test_layers_of_small_pages_are_copied_together(
+    run_bytes: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_copier, "RUN_BYTES", run_bytes)
+    engine = filled()
+    seen = []
+
+    class Watched(CpuTicket):
+        def advance(self, num_ready: int) -> None:
+            seen.append(num_ready)
+
+    copier = CpuCopier(engine.kv)
+    copier._onboard(Slots(engine.kv, 2).views, [3, 5], Watched(NUM_LAYERS))
+    copier.close()
+    assert seen == expected
 
 
 def test_too_many_copies_are_refused_and_another_direction_is_not_held_up() -> None:

@@ -58,6 +58,12 @@ def test_bytes_in_another_order_have_no_runs(axes: str) -> None:
         kv.runs([0], [0])
 
 
+def test_only_pages_with_all_layers_in_a_row_are_one_run() -> None:
+    assert [pages_of(axes).kv.is_one_run for axes in IN_ORDER] == [True, False, False, False]
+    assert not pages_of(CROSS_LAYER, pages_per_block=2).kv.is_one_run
+    assert not pages_of(STRIDED[0]).kv.is_one_run
+
+
 def test_heads_outside_tokens_are_in_order_where_there_is_one_head() -> None:
     assert PagedKV([torch.zeros(3, 2, 1, 4, 8)], "page plane head token dim").is_in_order
 
