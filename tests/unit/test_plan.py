@@ -81,6 +81,7 @@ def test_a_load_is_decided_once() -> None:
     """SC-003: asked again, with whatever counts, the answer is the one that blocks were pinned for."""
     planner = planner_of()
     load = planner.load("r", 100, 0, 4)
+    planner.arrive("r")
     assert planner.load("r", 100, 64, 6) == load == Load(range(4))
 
 
@@ -172,8 +173,16 @@ def test_what_neither_the_engine_nor_ram_has_is_prefetched_once(
     [(15, 0, range(0)), (16, 0, range(1)), (100, 2, range(2, 6)), (20, 4, range(4, 4)), (0, 0, range(0))],
 )
 def test_complete_blocks_are_stored(num_verified_tokens: int, num_stored_blocks: int, expected: range) -> None:
-    """HG-016: a count that falls back over the end of a block, as after rejected drafts, stores nothing."""
     assert blocks_to_store(num_verified_tokens, num_stored_blocks, TOKENS) == expected
+
+
+def test_a_count_that_falls_back_stores_nothing_and_nothing_twice() -> None:
+    """HG-016: rejected drafts may take a request back over the end of a block."""
+    planner = planner_of()
+    planner.load("r", 100, 0, 0)
+    assert planner.store("r", 80) == range(5)
+    assert planner.store("r", 60) == NOTHING
+    assert planner.store("r", 97) == range(5, 6)
 
 
 def test_what_ram_has_is_not_stored_and_what_only_the_engine_has_is() -> None:
