@@ -179,6 +179,7 @@ class CopierContract:
     def test_a_block_of_one_arrangement_is_read_exactly_into_another(
         self, opened: Callable[[PagedKV], Copier], written: str, read: str, dtype: torch.dtype
     ) -> None:
+        """WK-047: heads outside tokens or inside, the key is the same and so are the bytes."""
         source = self.pages(written, 1, dtype=dtype, pages_per_block=2)
         target = self.pages(read, 2, dtype=dtype, pages_per_block=2)
         assert source.kv.layout == target.kv.layout
