@@ -56,10 +56,10 @@ class Answers:
 class Session:
     """An engine with or without a store."""
 
-    def __init__(self, config: Config | None) -> None:
+    def __init__(self, model: Path | None, config: Config | None) -> None:
         self.store: Store | None = open_store(config) if config else None
         self.engine, tokenizer = open_engine(
-            model_path(), EngineConfig(num_pages=640, prefetch_timeout_s=30.0), store=self.store
+            model, EngineConfig(num_pages=640, prefetch_timeout_s=30.0), store=self.store
         )
         assert tokenizer is not None
         self.tokenizer: ChatTokenizer = tokenizer
@@ -128,17 +128,17 @@ def config_of(directory: Path, redis_url: str) -> Config:
 # ---- what each process does
 
 
-def stage_alone() -> dict[str, Answers]:
+def stage_alone(model: Path | None) -> dict[str, Answers]:
     """No store: what the tokens have to be."""
-    session = Session(None)
+    session = Session(model, None)
     answers = session.converse()
     session.close()
     return {"alone": answers}
 
 
-def stage_first(config: Config) -> dict[str, Answers]:
+def stage_first(model: Path | None, config: Config) -> dict[str, Answers]:
     """Cold, then from HBM, then from RAM."""
-    session = Session(config)
+    session = Session(model, config)
     cold = session.converse()
     session.settle()
     hbm = session.converse()
@@ -149,39 +149,39 @@ def stage_first(config: Config) -> dict[str, Answers]:
     return {"cold": cold, "hbm": hbm, "memory": memory}
 
 
-def stage_fresh(config: Config, tier: str) -> dict[str, Answers]:
+def stage_fresh(model: Path | None, config: Config, tier: str) -> dict[str, Answers]:
     """A process that has computed nothing of it."""
-    session = Session(config)
+    session = Session(model, config)
     answers = session.converse()
     session.close()
     return {tier: answers}
 
 
-def run_stage(stage: str, directory: Path, redis_url: str) -> dict[str, Answers]:
+def run_stage(stage: str, model: Path | None, directory: Path, redis_url: str) -> dict[str, Answers]:
     """The stage by name, in this process."""
     if stage == "alone":
-        return stage_alone()
+        return stage_alone(model)
     if stage == "first":
-        return stage_first(config_of(directory, redis_url))
-    return stage_fresh(config_of(directory, redis_url), stage)
+        return stage_first(model, config_of(directory, redis_url))
+    return stage_fresh(model, config_of(directory, redis_url), stage)
 
 
 # ---- the whole
 
 
-def in_process(stage: str, directory: Path, redis_url: str) -> dict[str, Answers]:
+def in_process(stage: str, model: Path | None, directory: Path, redis_url: str) -> dict[str, Answers]:
     """Run a stage in a process of its own."""
     output = directory.parent / f"{stage}.json"
     command = [sys.executable, "-m", "examples.demo", "--stage", stage, "--directory", str(directory)]
-    subprocess.run([*command, "--redis", redis_url, "--output", str(output)], cwd=ROOT, check=True)
+    command += ["--redis", redis_url, "--output", str(output), *([] if model else ["--generated"])]
+    subprocess.run(command, cwd=ROOT, check=True)
     return {name: Answers(**fields) for name, fields in json.loads(output.read_text()).items()}
 
 
-def demonstrate(console: Console) -> dict[str, Any]:
+def demonstrate(model: Path | None, console: Console) -> dict[str, Any]:
     """Every stage, then the report."""
-    model = model_path()
     if model is None:
-        console.print("SmolLM2 could not be had: a tiny generated model stands in, whose answers mean nothing.")
+        console.print("Without SmolLM2 a tiny generated model stands in, whose answers mean nothing.")
     found: dict[str, Answers] = {}
     with tempfile.TemporaryDirectory() as name, ValkeyServer() as server:
         here, elsewhere = Path(name) / "kv", Path(name) / "new-host" / "kv"
@@ -194,7 +194,7 @@ def demonstrate(console: Console) -> dict[str, Any]:
         ):
             start_s = time.monotonic()
             with console.status(f"{says} ..."):
-                found |= in_process(stage, directory, server.url)
+                found |= in_process(stage, model, directory, server.url)
             console.print(f"{says}: {time.monotonic() - start_s:.0f} s")
     alone = found["alone"]
     warm = {
@@ -252,18 +252,20 @@ def _served(turn: dict[str, int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo, or one stage of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generated", action="store_true", help="use the generated model even if SmolLM2 is there")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--redis", default="", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the result goes")
     options = parser.parse_args(arguments)
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    model = None if options.generated else model_path()
     if options.stage:
-        found = run_stage(options.stage, options.directory, options.redis)
+        found = run_stage(options.stage, model, options.directory, options.redis)
         options.output.write_text(json.dumps({name: asdict(answers) for name, answers in found.items()}))
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
-    result = demonstrate(console)
+    result = demonstrate(model, console)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"written to {options.output}")
     if not result["cold_tokens_equal"] or not all(row["tokens_equal"] for row in result["warm"].values()):
