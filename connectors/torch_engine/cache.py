@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from connectors.plan import usable_blocks
 from connectors.torch_engine.request import EngineRequest
 from connectors.torch_engine.scheduler import Admission
 from connectors.torch_engine.transfers import Transfers
@@ -163,7 +164,7 @@ class PagedCache:
 
     def _usable(self, request: EngineRequest) -> list[BlockKey]:
         """Keys that may be served: whole blocks that leave a token to compute."""
-        return request.keys[: (len(request.tokens) - 1) // self._tokens_per_block]
+        return request.keys[: usable_blocks(len(request.tokens), self._tokens_per_block)]
 
     def _resident(self, chain: Sequence[BlockKey]) -> list[int]:
         return self.pool.prefix(chain, self.namespace.oldest_unix_s(time.time()))

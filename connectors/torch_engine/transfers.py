@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from connectors.plan import blocks_to_load, blocks_to_store
 from connectors.torch_engine.request import EngineRequest
 from gpu_io.copier import Copier, Ticket
 from kvstore.lease import ReadLease, WriteLease
@@ -67,6 +68,7 @@ class Transfers:
         self._pool = pool
         self._copier = copier
         self._prefetch_timeout_s = prefetch_timeout_s
+        self._tokens_per_block = namespace.layout.tokens_per_block
         self._asked: dict[str, Asked] = {}
         self._num_offered: dict[str, int] = {}
         self._offloads: list[Offload] = []
@@ -90,10 +92,11 @@ class Transfers:
     def load(self, request: EngineRequest, chain: Sequence[BlockKey], reserve: Callable[[int], list[int]]) -> None:
         """Start to fill pages for what RAM has of ``chain`` beyond the request's pages."""
         start = len(request.pages)
-        if start >= len(chain):
+        if start == len(chain):
             return
         lease = self._store.pin(chain)
-        pages = reserve(max(0, lease.num_blocks - start))
+        plan = blocks_to_load(len(request.tokens), request.num_computed, lease.num_blocks, self._tokens_per_block)
+        pages = reserve(len(plan.blocks))
         ticket = self._copier.onboard(lease.views[start : start + len(pages)], pages) if pages else None
         if ticket is None:
             for page in pages:
@@ -101,7 +104,7 @@ class Transfers:
             self._store.release(lease)
             return
         request.pages += pages
-        request.num_computed += len(pages) * self._ns.layout.tokens_per_block
+        request.num_computed += len(pages) * self._tokens_per_block
         request.load = Load(ticket, lease, pages, self._served(request, start, len(pages)))
 
     def settle(self, request: EngineRequest) -> bool:
@@ -130,22 +133,16 @@ class Transfers:
         self._abandoned.append(load)
 
     def offload(self, request: EngineRequest) -> None:
-        """Offer the request's newly full blocks to the store."""
-        first = self._num_offered.get(request.request_id, 0)
-        end = request.num_committed
-        if end <= first:
-            return
-        self._num_offered[request.request_id] = end
-        if first == 0:
-            first = self._store.lookup(request.keys[:end]).found
-        asked = self._asked.get(request.request_id)
-        num_prompt_blocks = request.num_prompt_tokens // self._ns.layout.tokens_per_block
-        if asked is not None and asked.keep < num_prompt_blocks:
-            end = min(end, asked.keep)
-        keys = request.keys[first:end]
-        parents = [request.keys[index - 1] if index else None for index in range(first, end)]
-        started = self._start(request.pages[first:end], keys, parents)
-        request.metrics.bytes_offloaded += started * self._ns.layout.block_bytes
+        """Offer the request's newly full blocks to the store, in order; those it has no room for, again next time."""
+        offered = self._num_offered.get(request.request_id)
+        if offered is None:
+            offered = self._store.lookup(request.keys[: request.num_committed]).found
+        blocks = blocks_to_store(self._num_kept(request) * self._tokens_per_block, offered, self._tokens_per_block)
+        keys = request.keys[blocks.start : blocks.stop]
+        parents = [request.keys[index - 1] if index else None for index in blocks]
+        num_started = self._start(request.pages[blocks.start : blocks.stop], keys, parents)
+        self._num_offered[request.request_id] = offered + num_started
+        request.metrics.bytes_offloaded += num_started * self._ns.layout.block_bytes
 
     def finish(self, request: EngineRequest) -> None:
         """The request has ended."""
@@ -220,6 +217,14 @@ class Transfers:
         for key, parent in zip(offload.keys, offload.parents, strict=True):
             self._store.commit(offload.lease, [key], parent)
 
+    def _num_kept(self, request: EngineRequest) -> int:
+        """Leading blocks that are full and that the store's policy wants; of generated ones it was not asked."""
+        asked = self._asked.get(request.request_id)
+        num_prompt_blocks = request.num_prompt_tokens // self._tokens_per_block
+        if asked is None or asked.keep >= num_prompt_blocks:
+            return request.num_committed
+        return min(request.num_committed, asked.keep)
+
     def _served(self, request: EngineRequest, start: int, num_blocks: int) -> dict[str, int]:
         """Tokens of blocks ``start`` and following, by the tier they were in when the request arrived."""
         asked = self._asked.get(request.request_id)
@@ -231,4 +236,4 @@ class Transfers:
             served[tier] = min(promoted, left)
             left -= served[tier]
         served["memory"] += left  # another request has brought them up meanwhile
-        return {tier: blocks * self._ns.layout.tokens_per_block for tier, blocks in served.items() if blocks}
+        return {tier: blocks * self._tokens_per_block for tier, blocks in served.items() if blocks}
