@@ -244,6 +244,8 @@ class Copies:
                 for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
                     if outcome is Outcome.OK:
                         level.commit_write(ns, slot, move.key, move.parent, move.created_unix_s)
+                    elif outcome is Outcome.FULL:
+                        level.refuse_write(ns, slot)
                     else:
                         level.abort_write(ns, slot)
                 if self._disownments.get(ns.digest, 0) != disowned:

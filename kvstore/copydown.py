@@ -58,10 +58,11 @@ class CopyDown:
         accepted: set[BlockKey] = set()
         for level, admission in self._lower:
             if occasion in ADMITTED[admission]:
-                accepted.update(self._write(level, ns, slots))
+                accepted.update(self._write(level, ns, slots, num_tries=2))
         return accepted
 
-    def _write(self, level: Level, ns: Namespace, slots: Sequence[int]) -> list[BlockKey]:
+    def _write(self, level: Level, ns: Namespace, slots: Sequence[int], *, num_tries: int) -> list[BlockKey]:
+        """Start to copy ``slots`` to ``level``; where that is full, once more, since room may be made by then."""
         pool = self._memory.pool(ns.fingerprint)
         wanted: list[tuple[int, Block]] = []
         for slot in slots:
@@ -84,12 +85,18 @@ class CopyDown:
                 pool.unpin(slot_of[move.key])
                 self._writing.discard((level.name, move.key))
 
-        def on_return(moves: Sequence[BlockMove], _: Sequence[Outcome]) -> None:
+        def on_return(moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
+            if moves[0].key in abandoned:
+                for move in moves:
+                    pool.unhold(slot_of[move.key])
+                return
+            self._writing.difference_update((level.name, move.key) for move in moves)
+            full = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.FULL]
+            if full and num_tries > 1:
+                self._write(level, ns, [slot_of[move.key] for move in full], num_tries=num_tries - 1)
             for move in moves:
                 pool.unhold(slot_of[move.key])
-                if move.key not in abandoned:
-                    pool.unpin(slot_of[move.key])
-                    self._writing.discard((level.name, move.key))
+                pool.unpin(slot_of[move.key])
 
         blocks = [block for _, block in wanted]
         deadline_s = self._mover.clock() + WRITE_TIMEOUT_S

@@ -11,9 +11,10 @@ from kvstore.types import BlockKey
 class Level(Protocol):
     """What a copy needs of the level it reads from or writes to.
 
-    A read is ``begin_read``, the copy, ``end_read``. A write is ``begin_write``, the copy, then ``commit_write`` or
-    ``abort_write`` for each slot; ``quarantine_write`` while a copy that nobody waits for may still touch the slot, and
-    ``reclaim_write`` once that has returned. A shared level has no slots of its own and counts every one as 0.
+    A read is ``begin_read``, the copy, ``end_read``. A write is ``begin_write``, the copy, then ``commit_write``,
+    ``abort_write`` or ``refuse_write`` for each slot; ``quarantine_write`` while a copy that nobody waits for may still
+    touch the slot, and ``reclaim_write`` once that has returned. A shared level has no slots of its own and counts every
+    one as 0.
     """
 
     name: str
@@ -50,6 +51,9 @@ class Level(Protocol):
 
     def abort_write(self, ns: Namespace, slot: int) -> None:
         """Nothing was written that counts."""
+
+    def refuse_write(self, ns: Namespace, slot: int) -> None:
+        """Nothing was written: the tier has no room there, so do not try that place again for a while."""
 
     def quarantine_write(self, ns: Namespace, slot: int) -> None:
         """The write is given up, but its copy may still touch ``slot``."""

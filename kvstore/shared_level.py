@@ -105,6 +105,9 @@ class SharedLevel:
     def abort_write(self, ns: Namespace, slot: int) -> None:
         """Nothing to give back."""
 
+    def refuse_write(self, ns: Namespace, slot: int) -> None:
+        """The server makes its own room, in its own time."""
+
     def quarantine_write(self, ns: Namespace, slot: int) -> None:
         """A late write of the right bytes under the right key does no harm."""
 

@@ -49,6 +49,7 @@ class SlotLevel:
         self._policy = policy
         self._on_evict = on_evict
         self._shares: dict[bytes, _Share] = {}
+        self._refused: list[int] = []
 
     # ---- pools
 
@@ -174,6 +175,19 @@ class SlotLevel:
         """Free again."""
         self._shares[ns.fingerprint].pool.abort(slot)
 
+    def refuse_write(self, ns: Namespace, slot: int) -> None:
+        """Free again; an extent without a block is set aside until ``try_refused``, so that others are evicted."""
+        share = self._shares[ns.fingerprint]
+        share.pool.abort(slot)
+        extent = slot // share.slots_per_extent
+        if self._num_ready(share, extent) == 0 and self._empty(share, extent):
+            self._refused.append(extent)
+
+    def try_refused(self) -> None:
+        """Let extents that had no room on the tier be tried again."""
+        while self._refused:
+            self._extents.release(self._refused.pop())
+
     def quarantine_write(self, ns: Namespace, slot: int) -> None:
         """QUARANTINED until ``reclaim_write``."""
         pool = self._shares[ns.fingerprint].pool
@@ -239,11 +253,18 @@ class SlotLevel:
         for extent in sorted(donor.extents, key=lambda extent: self._num_ready(donor, extent)):
             if self._extents.size_bytes(extent) < share.slot_bytes:
                 continue
-            if donor.pool.shrink(extent * donor.slots_per_extent, self._extents.size_bytes(extent) // donor.slot_bytes):
-                donor.extents.remove(extent)
+            if self._empty(donor, extent):
                 self._give(share, extent)
                 return True
         return False
+
+    def _empty(self, share: _Share, extent: int) -> bool:
+        """Take an idle extent from a pool, with the blocks in it."""
+        num_slots = self._extents.size_bytes(extent) // share.slot_bytes
+        if not share.pool.shrink(extent * share.slots_per_extent, num_slots):
+            return False
+        share.extents.remove(extent)
+        return True
 
     def _num_ready(self, share: _Share, extent: int) -> int:
         return share.pool.num_ready_in(extent * share.slots_per_extent, share.slots_per_extent)
@@ -252,6 +273,7 @@ class SlotLevel:
         """Prove that pools and extents fit together; raises AssertionError. For tests."""
         owned = [extent for share in self._shares.values() for extent in share.extents]
         assert len(owned) == len(set(owned)), "an extent has two owners"
-        assert len(owned) + self._extents.num_free == self._extents.num_extents, "an extent is lost"
+        num_known = len(owned) + len(self._refused) + self._extents.num_free
+        assert num_known == self._extents.num_extents, "an extent is lost"
         for share in self._shares.values():
             share.pool.check()

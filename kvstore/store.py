@@ -413,6 +413,7 @@ class Store:
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_INTERVAL_S
             self._upkeep.sweep(self._namespaces.values(), self._slot_levels())
+            self._upkeep.retry_full(self._slot_levels())
         return num_applied
 
     def _require_open(self) -> None:

@@ -10,6 +10,8 @@ from kvstore.slot_level import SlotLevel
 from kvstore.types import BlockKey, Outcome
 
 SWEEP_SLOTS = 4096
+RETRY_FULL_S = 30.0
+"""How long a place on a tier that was full is left alone."""
 CLEAR_TIMEOUT_S = 10.0
 
 
@@ -19,6 +21,14 @@ class Upkeep:
     def __init__(self, copies: Copies, mover: Mover) -> None:
         self._copies = copies
         self._mover = mover
+        self._retry_full_at_s = 0.0
+
+    def retry_full(self, levels: Sequence[SlotLevel]) -> None:
+        """A disk that was full may have been freed."""
+        if self._mover.clock() >= self._retry_full_at_s:
+            self._retry_full_at_s = self._mover.clock() + RETRY_FULL_S
+            for level in levels:
+                level.try_refused()
 
     def sweep(self, namespaces: Iterable[Namespace], levels: Sequence[SlotLevel]) -> None:
         """Erase blocks past their namespace's age, a bounded step of each level; lookups refuse them before that."""

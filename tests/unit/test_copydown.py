@@ -106,5 +106,27 @@ def test_a_write_that_finds_no_room_below_costs_only_that_copy() -> None:
         w.assert_idle()
 
 
+def test_a_disk_that_cannot_grow_serves_what_it_has_and_takes_new_blocks_in_place_of_old() -> None:
+    """CR-015: full, evict, once more; and the room that was missing is tried again later."""
+    with world(8, file=4, num_extents=2) as w:
+        file = w.file
+        assert file is not None
+        half = file.extent_bytes
+        file.fault = lambda op, move: Outcome.FULL if op == "write" and move.offset_bytes >= half else None
+        for number in range(6):
+            w.put(w.chain(1, first_token=100 * number))
+            w.settle()
+        assert len(file.kept) == 2
+        newest = w.chain(1, first_token=500)[0]
+        assert newest in {kept.move.key for kept in file.kept.values()}
+        file.fault = lambda op, move: None
+        w.clock.advance(60)
+        for number in range(6, 10):
+            w.put(w.chain(1, first_token=100 * number))
+            w.settle()
+        assert len(file.kept) == 4
+        w.assert_idle()
+
+
 def _full(op: str, move: BlockMove) -> Outcome | None:
     return Outcome.FULL if op == "write" else None
