@@ -2,11 +2,16 @@
 
 Whatever happens to a copy, every slot it touched is given back exactly once: when the copy returned, or into quarantine
 when its deadline passed and then out of it when the copy returned.
+
+Copies that return out of turn are settled in turn, parents before their children: a child that is entered first cannot
+be found, and it would rank above its own root.
 """
 
+import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.level import Level
 from kvstore.mover import Mover, Ticket
@@ -38,6 +43,49 @@ OnAbandon = Callable[[Sequence[BlockMove]], None]
 """The deadline has passed and the copy may still touch the buffers; ``OnReturn`` follows, with outcomes to ignore."""
 
 
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A copy that has yet to be settled, and those that wait for it."""
+
+    number: int
+    keys: list[BlockKey]
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class _Flights:
+    """Copies of one direction and level, which are settled when nothing above them is under way any more."""
+
+    def __init__(self) -> None:
+        self._of_key: dict[BlockKey, _Flight] = {}
+        self._numbers = itertools.count()
+
+    def begin(self, moves: Sequence[BlockMove]) -> _Flight:
+        """A copy has started."""
+        flight = _Flight(next(self._numbers), [move.key for move in moves])
+        for key in flight.keys:
+            self._of_key[key] = flight
+        return flight
+
+    def settle(self, flight: _Flight, moves: Sequence[BlockMove], settle: Callable[[], None]) -> None:
+        """The copy has returned: ``settle`` now, or after the copies that its blocks' parents are in."""
+        for move in moves:
+            above = self._of_key.get(move.parent) if move.parent is not None else None
+            if above is not None and above.number < flight.number:  # so that no two ever wait for each other
+                above.waiting.append(lambda: self.settle(flight, moves, settle))
+                return
+        settle()
+        self.end(flight)
+
+    def end(self, flight: _Flight) -> None:
+        """The copy is settled, or given up; those that waited go on."""
+        for key in flight.keys:
+            if self._of_key.get(key) is flight:
+                del self._of_key[key]
+        waiting, flight.waiting = flight.waiting, []
+        for go_on in waiting:
+            go_on()
+
+
 @dataclass(frozen=True, slots=True)
 class _Erasure:
     level: Level
@@ -55,6 +103,7 @@ class Copies:
         self._wall = wall
         self._erasures: list[_Erasure] = []
         self._disownments: dict[bytes, int] = {}
+        self._flights: defaultdict[tuple[str, str], _Flights] = defaultdict(_Flights)
 
     def read(
         self,
@@ -181,6 +230,7 @@ class Copies:
     ) -> bool:
         abandoned = False
         disowned = self._disownments.get(ns.digest, 0)
+        flights = self._flights[level.name, READ]
 
         def end_reads() -> None:
             for slot in slots:
@@ -192,8 +242,9 @@ class Copies:
             end_reads()  # a reader of a slot that is reused finds another block's header there: a miss
             self._count(level, READ, moves, [Outcome.LATE] * len(moves))
             on_abandon(moves)
+            flights.end(flight)
 
-        def finish(outcomes: list[Outcome]) -> None:
+        def settle(outcomes: list[Outcome]) -> None:
             if not abandoned:
                 end_reads()
                 self._count(level, READ, moves, outcomes)
@@ -209,10 +260,13 @@ class Copies:
             num_blocks=len(moves),
             num_bytes=len(moves) * ns.layout.block_bytes,
             deadline_s=deadline_s,
-            finish=finish,
+            finish=lambda outcomes: flights.settle(flight, moves, lambda: settle(outcomes)),
             abandon=abandon,
         )
-        return self._mover.submit(level.name, ticket)
+        if not self._mover.submit(level.name, ticket):
+            return False
+        flight = flights.begin(moves)
+        return True
 
     def _submit_write(
         self,
@@ -226,6 +280,7 @@ class Copies:
     ) -> bool:
         abandoned = False
         disowned = self._disownments.get(ns.digest, 0)
+        flights = self._flights[level.name, WRITE]
 
         def abandon() -> None:
             nonlocal abandoned
@@ -234,8 +289,9 @@ class Copies:
                 level.quarantine_write(ns, slot)
             self._count(level, WRITE, moves, [Outcome.LATE] * len(moves))
             on_abandon(moves)
+            flights.end(flight)
 
-        def finish(outcomes: list[Outcome]) -> None:
+        def settle(outcomes: list[Outcome]) -> None:
             if abandoned:
                 for slot in slots:
                     level.reclaim_write(ns, slot)
@@ -257,10 +313,13 @@ class Copies:
             num_blocks=len(moves),
             num_bytes=len(moves) * ns.layout.block_bytes,
             deadline_s=deadline_s,
-            finish=finish,
+            finish=lambda outcomes: flights.settle(flight, moves, lambda: settle(outcomes)),
             abandon=abandon,
         )
-        return self._mover.submit(level.name, ticket)
+        if not self._mover.submit(level.name, ticket):
+            return False
+        flight = flights.begin(moves)
+        return True
 
     def _read(self, level: Level, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
         """In a mover thread: read, and erase what is broken while its slots are still pinned."""
