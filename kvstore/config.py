@@ -47,15 +47,16 @@ class FileConfig:
     admission: Admission = "always"
 
     def validate_against_machine(self) -> None:
-        """Raises ``ConfigError`` where directories lack room; they share the capacity equally."""
+        """Raises ``ConfigError`` where a disk is too small; the directories share the capacity equally."""
         share_bytes = self.capacity_bytes // len(self.directories)
         for directories in machine.by_file_system(self.directories):
             wanted_bytes = share_bytes * len(directories)
-            room_bytes = machine.room_bytes(directories)
-            if wanted_bytes > room_bytes:
+            # Not what is free: a disk that others fill up is no reason not to start, see the file tier.
+            disk_bytes = machine.disk_bytes(directories[0])
+            if wanted_bytes > disk_bytes:
                 raise ConfigError(
-                    f"file.capacity needs {format_size(wanted_bytes)} in {', '.join(map(str, directories))}, but there"
-                    f" is room for {format_size(room_bytes)}: lower file.capacity or free disk space"
+                    f"file.capacity needs {format_size(wanted_bytes)} in {', '.join(map(str, directories))}, but that"
+                    f" disk has {format_size(disk_bytes)} in all: lower file.capacity"
                 )
 
 

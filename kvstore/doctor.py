@@ -181,6 +181,8 @@ def _disk_space(config: FileConfig) -> Finding:
         config.validate_against_machine()
     except ConfigError as error:
         return _fail("disk space", found, str(error))
+    if config.capacity_bytes > room_bytes:
+        return _warn("disk space", found, "free disk space or lower file.capacity: a full disk stops writes, not reads")
     return _ok("disk space", found)
 
 

@@ -13,8 +13,7 @@ class Level(Protocol):
 
     A read is ``begin_read``, the copy, ``end_read``. A write is ``begin_write``, the copy, then ``commit_write``,
     ``abort_write`` or ``refuse_write`` for each slot; ``quarantine_write`` while a copy that nobody waits for may still
-    touch the slot, and ``reclaim_write`` once that has returned. A shared level has no slots of its own and counts every
-    one as 0.
+    touch the slot, and ``reclaim_write`` once that has returned. A shared level has no slots of its own; each is 0.
     """
 
     name: str

@@ -44,6 +44,12 @@ def room_bytes(directories: Sequence[Path]) -> int:
     return free.f_bavail * free.f_frsize + held_bytes
 
 
+def disk_bytes(directory: Path) -> int:
+    """The size of the file system under ``directory``, without what it reserves for root."""
+    found = os.statvfs(existing(directory))
+    return (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
+
+
 def _ram_bytes(root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")

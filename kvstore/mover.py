@@ -227,10 +227,11 @@ def _judge(breaker: Breaker, ticket: Ticket, now_s: float) -> None:
     """Tell the breaker what a returned ticket says of its tier; a miss or a full tier is an answer like any other."""
     if ticket.overdue:
         return  # it was counted when it became overdue
-    outcomes = set(ticket.outcomes)
-    if Outcome.FAILED in outcomes or (Outcome.LATE in outcomes and Outcome.OK not in outcomes and ticket.started):
-        breaker.fail(now_s)
-    elif ticket.started:
-        breaker.succeed()
+    if ticket.started:
+        # One block of many that failed is a bad sector, or one server of a Cluster: the rest of the tier answers.
+        if set(ticket.outcomes) <= {Outcome.FAILED, Outcome.LATE}:
+            breaker.fail(now_s)
+        else:
+            breaker.succeed()
     elif breaker.state is BreakerState.HALF_OPEN:
         breaker.fail(now_s)  # the one try had no turn: there must be another

@@ -223,24 +223,22 @@ class Promotions:
     def _probe(self, prefetch: Prefetch, shared: SharedLevel, ns: Namespace, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tier which of ``keys`` it has."""
         prefetch.probed = True
-        present: list[bool] = []
 
         def work() -> list[Outcome]:
-            present.extend(shared.tier.probe(keys, prefetch.deadline_s))
-            return [Outcome.OK if any(present) else Outcome.ABSENT]
+            return shared.tier.probe(keys, prefetch.deadline_s)
 
         def end() -> None:
             prefetch.waiting -= 1
             self._advance(prefetch)
 
-        def finish(_: Sequence[Outcome]) -> None:
-            shared.learn([key for key, found in zip(keys, present, strict=False) if found])
+        def finish(outcomes: Sequence[Outcome]) -> None:
+            shared.learn([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
             if not ticket.overdue:
                 end()
 
         ticket = Ticket(
             work=work,
-            num_blocks=1,
+            num_blocks=len(keys),
             num_bytes=0,
             deadline_s=prefetch.deadline_s,
             finish=finish,

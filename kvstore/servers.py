@@ -68,9 +68,12 @@ def clear(config: RedisConfig, namespace: bytes) -> int:
         tls_key_file=config.tls_key_file,
     )
     try:
-        return tier.clear(namespace, time.monotonic() + CLEAR_TIMEOUT_S)
+        num_erased = tier.clear(namespace, time.monotonic() + CLEAR_TIMEOUT_S)
     finally:
         tier.close()
+    if num_erased is None:
+        raise TierUnavailableError("redis: clearing the namespace ended early, and blocks may be left; try again")
+    return num_erased
 
 
 def _report(node: Node, db: int, ttl_s: int) -> ServerReport:

@@ -47,22 +47,19 @@ class Upkeep:
             return
 
         def work() -> list[Outcome]:
-            shared.tier.renew(keys, deadline_s)
-            return [Outcome.OK]
+            return shared.tier.renew(keys, deadline_s)
 
         def finish(outcomes: list[Outcome]) -> None:
-            if outcomes[0] is Outcome.OK:
-                shared.learn(keys)
+            shared.learn([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
 
-        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, finish, abandon=_nothing))
+        self._mover.submit(shared.name, Ticket(work, len(keys), 0, deadline_s, finish, abandon=_nothing))
 
     def clear(self, shared: SharedLevel, ns: Namespace) -> None:
         """Erase a namespace on the shared tier."""
         deadline_s = self._mover.clock() + CLEAR_TIMEOUT_S
 
         def work() -> list[Outcome]:
-            shared.tier.clear(ns.digest, deadline_s)
-            return [Outcome.OK]
+            return [Outcome.FAILED if shared.tier.clear(ns.digest, deadline_s) is None else Outcome.OK]
 
         self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, _ignore, abandon=_nothing))
 

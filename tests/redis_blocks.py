@@ -7,7 +7,8 @@ import numpy as np
 
 from kvstore.layout import Layout
 from kvstore.tiers.base import BlockMove
-from kvstore.types import BlockKey
+from kvstore.tiers.redis import RedisTier
+from kvstore.types import BlockKey, Outcome
 
 LAYOUT = Layout(dtype="bfloat16", num_layers=2, num_heads=2, plane_dims=(32, 32), tokens_per_block=16)
 """8 KiB a block."""
@@ -65,3 +66,8 @@ def are_right(moves: Sequence[BlockMove]) -> bool:
 def soon(seconds: float = 5.0) -> float:
     """A deadline."""
     return time.monotonic() + seconds
+
+
+def probed(tier: RedisTier, of: Sequence[BlockKey], deadline_s: float) -> list[bool]:
+    """Which blocks the tier says it has."""
+    return [outcome is Outcome.OK for outcome in tier.probe(of, deadline_s)]

@@ -129,13 +129,14 @@ class DictSharedTier:
     def close(self) -> None:
         """Blocks stay."""
 
-    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[bool]:
+    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
         """Which keys are kept."""
-        return [key in self.kept for key in keys]
+        return [Outcome.OK if key in self.kept else Outcome.ABSENT for key in keys]
 
-    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> None:
+    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
         """Remember that it was asked."""
         self.renewed.extend(keys)
+        return self.probe(keys, deadline_s)
 
     def clear(self, namespace: bytes, deadline_s: float) -> int:
         """Forget every key of a namespace."""

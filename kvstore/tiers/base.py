@@ -84,11 +84,11 @@ class SlotTier(Tier, Protocol):
 class Probing(Protocol):
     """The further capability of a shared tier."""
 
-    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[bool]:
-        """Which keys exist; False where the tier cannot say."""
+    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
+        """Which keys exist: OK or ABSENT, or why the tier cannot say."""
 
-    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> None:
-        """Start the time to live of each key afresh."""
+    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
+        """Start the time to live of each key afresh: OK or ABSENT, or why that failed."""
 
-    def clear(self, namespace: bytes, deadline_s: float) -> int:
-        """Erase every block of a namespace; returns how many."""
+    def clear(self, namespace: bytes, deadline_s: float) -> int | None:
+        """Erase every block of a namespace; returns how many, or None if some may be left."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import threading
@@ -53,8 +54,12 @@ class Arena:
         self._closing.set()
         self._prefault.join()
         self._view.release()
-        with contextlib.suppress(BufferError):  # somebody still has a view; the mapping goes with it
+        try:
             self._map.close()
+        except BufferError:  # somebody has a view, perhaps only a cycle of references that nobody can reach any more
+            gc.collect()
+            with contextlib.suppress(BufferError):  # somebody does; the mapping goes with that view
+                self._map.close()
         os.close(self.fd)
 
     def _touch_pages(self) -> None:

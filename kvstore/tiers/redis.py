@@ -108,15 +108,19 @@ class RedisTier:
         """Close the connections; every block fails from now on. Safe to call twice."""
         self._topology.close()
 
-    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[bool]:
-        """Which blocks have a head on a server; False where it cannot be asked."""
+    def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
+        """Which blocks have a head on a server."""
         asked = [(b"EXISTS", value.name(key)) for key in keys]
-        return [reply == 1 for reply in self._command(keys, asked, int, deadline_s)]
+        replies = self._command(keys, asked, int, deadline_s)
+        return [
+            _outcome(_EXISTENCE.get(reply, Outcome.FAILED) if isinstance(reply, int) else reply) for reply in replies
+        ]
 
-    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> None:
+    def renew(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
         """Start the TTL of each block and its parts afresh, never beyond the age that its writer gave it."""
+        outcomes = dict.fromkeys(keys, Outcome.OK)
         if not self._ttl_s:
-            return
+            return [Outcome.OK] * len(keys)
         asked = [(b"GETRANGE", value.name(key), 0, HEADER_BYTES - 1) for key in keys]
         now_s = time.time()
         owners: list[BlockKey] = []
@@ -124,14 +128,18 @@ class RedisTier:
         for key, head in zip(keys, self._command(keys, asked, bytes, deadline_s), strict=True):
             found = parse(head) if isinstance(head, bytes) else None
             if not isinstance(found, Header) or found.key != key or value.has_expired(found, now_s):
+                outcomes[key] = Outcome.ABSENT if isinstance(head, bytes) else _outcome(head)
                 continue
             left_s = min(self._ttl_s, found.expires_unix_s - now_s) if found.expires_unix_s else self._ttl_s
             for name in value.names(key, found.stored_bytes):
                 owners.append(key)
                 commands.append((b"PEXPIRE", name, int(left_s * 1000)))
-        self._command(owners, commands, int, deadline_s)
+        for key, reply in zip(owners, self._command(owners, commands, int, deadline_s), strict=True):
+            if not isinstance(reply, int):
+                outcomes[key] = _outcome(reply)
+        return [outcomes[key] for key in keys]
 
-    def clear(self, namespace: bytes, deadline_s: float) -> int:
+    def clear(self, namespace: bytes, deadline_s: float) -> int | None:
         """SCAN every server for the namespace and UNLINK what is found; returns how many blocks that were."""
         num_erased = 0
         try:
@@ -141,6 +149,7 @@ class RedisTier:
                         num_erased += num_blocks
         except OSError as error:
             _log.warning("redis tier: clearing a namespace ended early, after %d blocks: %s", num_erased, error)
+            return None
         return num_erased
 
     def _command(
@@ -251,6 +260,8 @@ def _outcome(answer: Outcome | ServerError | OSError) -> Outcome:
     code = answer.code if isinstance(answer, ServerError) else ""
     return _OUTCOMES.get(code, Outcome.FAILED)
 
+
+_EXISTENCE = {0: Outcome.ABSENT, 1: Outcome.OK}
 
 _OUTCOMES = {
     "OOM": Outcome.FULL,

@@ -15,7 +15,7 @@ from kvstore.testing.valkey import ValkeyServer, wait_until
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_value import name
 from kvstore.types import Outcome
-from tests.redis_blocks import LAYOUT, NAMESPACE, WHOLE, are_right, empty, full, key, keys, soon
+from tests.redis_blocks import LAYOUT, NAMESPACE, WHOLE, are_right, empty, full, key, keys, probed, soon
 
 OK, ABSENT, DAMAGED, LATE, FULL, FAILED = (
     Outcome.OK,
@@ -86,10 +86,10 @@ def test_error_replies_never_leave_the_other_calls_as_exceptions(world: World, f
     for command in (b"EXISTS", b"UNLINK", b"SCAN", b"INFO", b"GETRANGE", b"PEXPIRE"):
         world.proxy.inject(fault, command, 2)
     with_ttl = RedisTier(world.proxy.url, ttl_s=100)
-    assert with_ttl.probe([key(0), key(1), key(2), key(3)], soon()).count(True) == 2
-    with_ttl.renew([key(0), key(1), key(2)], soon())
+    assert probed(with_ttl, [key(0), key(1), key(2), key(3)], soon()).count(True) == 2
+    assert OK not in with_ttl.renew([key(0), key(1), key(2)], soon())
     with_ttl.erase(empty([key(0)]))
-    assert with_ttl.clear(NAMESPACE, soon()) == 0
+    assert with_ttl.clear(NAMESPACE, soon()) is None
     with_ttl.close()
 
 
@@ -173,7 +173,7 @@ def test_a_block_whose_last_part_did_not_arrive_is_not_there(world: World) -> No
     world.proxy.inject(Alter(lambda reply: reply), b"SET")
     world.proxy.inject(Cut(0), b"SET")
     assert world.tier.write(full([key(9)], WHOLE), soon()) == [FAILED]
-    assert world.tier.probe([key(9)], soon()) == [False]
+    assert probed(world.tier, [key(9)], soon()) == [False]
     assert world.server.command("EXISTS", name(key(9), 2)) == 1
 
 
@@ -214,15 +214,15 @@ def test_late_replies_of_every_call_stay_with_their_connection(world: World) -> 
         world.proxy.inject(Hold(release), command)
     tier = RedisTier(world.proxy.url, ttl_s=100)
     assert tier.write(full([key(9)]), soon(SHORT_S)) == [LATE]
-    assert tier.probe([key(0)], soon(SHORT_S)) == [False]
-    tier.renew([key(0)], soon(SHORT_S))
-    assert tier.clear(NAMESPACE, soon(SHORT_S)) == 0
+    assert tier.probe([key(0)], soon(SHORT_S)) == [LATE]
+    assert tier.renew([key(0)], soon(SHORT_S)) == [LATE]
+    assert tier.clear(NAMESPACE, soon(SHORT_S)) is None
     tier.erase(empty([key(0)]))
     release.set()
     moves = empty(keys(4)[1:])
     assert tier.read(moves, soon()) == [OK] * 3
     assert are_right(moves)
-    assert tier.probe([key(1), key(99)], soon()) == [True, False]
+    assert probed(tier, [key(1), key(99)], soon()) == [True, False]
     tier.close()
 
 
@@ -240,10 +240,10 @@ def test_a_hang_costs_the_deadline_and_what_arrived_before_counts(world: World) 
 def test_small_replies_of_the_wrong_type_end_the_connection(world: World, command: bytes) -> None:
     world.proxy.inject(Answer(b":7\r\n" if command == b"GETRANGE" else b"+what?\r\n"), command)
     tier = RedisTier(world.proxy.url, ttl_s=100)
-    assert tier.probe([key(0)], soon()) == [command != b"EXISTS"]
+    assert probed(tier, [key(0)], soon()) == [command != b"EXISTS"]
     tier.renew([key(0)], soon())
-    assert tier.clear(NAMESPACE, soon()) == (0 if command in (b"SCAN", b"UNLINK") else 4)
-    tier.probe([key(0)], soon())
+    assert tier.clear(NAMESPACE, soon()) == (None if command in (b"SCAN", b"UNLINK") else 4)
+    probed(tier, [key(0)], soon())
     assert world.proxy.num_connections == 1 + 2  # that of the world's own tier is the first
     tier.close()
 

@@ -14,7 +14,7 @@ import pytest
 from kvstore.testing.valkey import ValkeyServer, free_port, wait_until
 from kvstore.tiers.redis import RedisTier
 from kvstore.types import Outcome
-from tests.redis_blocks import NAMESPACE, WHOLE, are_right, empty, full, key, keys, soon
+from tests.redis_blocks import NAMESPACE, WHOLE, are_right, empty, full, key, keys, probed, soon
 
 OK, ABSENT, LATE, FULL, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.LATE, Outcome.FULL, Outcome.FAILED
 SHORT_S = 0.15
@@ -57,9 +57,9 @@ def test_a_stopped_server_costs_each_call_its_deadline_and_no_more(
         ([LATE, LATE], lambda: tier.read(empty(keys(2)), soon(SHORT_S))),
         ([LATE, LATE], lambda: tier.write(full(keys(2)), soon(SHORT_S))),
         ([LATE], lambda: tier.write(large, soon(SHORT_S))),
-        ([False], lambda: tier.probe([key(0)], soon(SHORT_S))),
-        (None, lambda: tier.renew([key(0)], soon(SHORT_S))),
-        (0, lambda: tier.clear(NAMESPACE, soon(SHORT_S))),
+        ([LATE], lambda: tier.probe([key(0)], soon(SHORT_S))),
+        ([LATE], lambda: tier.renew([key(0)], soon(SHORT_S))),
+        (None, lambda: tier.clear(NAMESPACE, soon(SHORT_S))),
     ):
         began_s = time.monotonic()
         assert call() == expected
@@ -77,7 +77,7 @@ def test_a_server_may_come_after_its_tier(tier_of: OpenTier) -> None:
     tier = tier_of(server)
     assert tier.read(empty([key(0)]), soon()) == [FAILED]
     assert tier.write(full([key(0)]), soon()) == [FAILED]
-    assert tier.probe([key(0)], soon()) == [False]
+    assert tier.probe([key(0)], soon()) == [FAILED]
     with server:
         assert tier.write(full([key(0)]), soon()) == [OK]
         assert tier.read(empty([key(0)]), soon()) == [OK]
@@ -153,7 +153,7 @@ def test_a_replica_serves_reads_and_refuses_writes(server: ValkeyServer, tier_of
     with ValkeyServer(replicaof=f"127.0.0.1 {server.port}", repl_diskless_sync_delay="0") as replica:
         server.command("CONFIG", "SET", "repl-diskless-sync-delay", "0")
         tier = tier_of(replica)
-        wait_until(lambda: tier.probe([key(0)], soon()) == [True], "the replica to be in step")
+        wait_until(lambda: probed(tier, [key(0)], soon()) == [True], "the replica to be in step")
         assert tier.read(empty([key(0)]), soon()) == [OK]
         assert tier.write(full([key(1)]), soon()) == [FAILED]
         assert tier.clear(NAMESPACE, soon()) == 0

@@ -71,7 +71,7 @@ def test_a_directory_that_takes_no_files_is_a_failure() -> None:
 def test_disk_space_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
     found = findings(Config(MEMORY, FileConfig((tmp_path,), 8 << 50)))
     assert found["disk space"].verdict is Verdict.FAIL
-    assert "free disk space" in found["disk space"].advice
+    assert "lower file.capacity" in found["disk space"].advice
 
 
 def test_few_file_descriptors_are_a_warning(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_topology import key_slot
 from kvstore.tiers.redis_value import name
 from kvstore.types import BlockKey, Outcome
-from tests.redis_blocks import NAMESPACE, WHOLE, are_right, content, empty, full, key, keys, soon
+from tests.redis_blocks import NAMESPACE, WHOLE, are_right, content, empty, full, key, keys, probed, soon
 
 OK, ABSENT, LATE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.LATE, Outcome.FAILED
 SHORT_S = 0.3
@@ -51,7 +51,7 @@ def test_blocks_spread_over_all_servers(servers: list[ValkeyServer], tier: Redis
     moves = empty([*some, key(999)])
     assert tier.read(moves, soon()) == [OK] * 300 + [ABSENT]
     assert are_right(moves[:300])
-    assert tier.probe([*some, key(999)], soon()) == [True] * 300 + [False]
+    assert probed(tier, [*some, key(999)], soon()) == [True] * 300 + [False]
     tier.erase(empty(some[:10]))
     assert tier.clear(NAMESPACE, soon()) == 290
     assert [int(server.command("DBSIZE")) for server in servers] == [0, 0, 0]
