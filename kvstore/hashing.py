@@ -11,8 +11,11 @@ All integers little-endian; frame(x) = u32 length ‖ x; H is sha256, or xxh3_12
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +27,15 @@ from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-DIGESTS: dict[str, Callable[[bytes], bytes]] = {
-    "sha256": lambda data: hashlib.sha256(data).digest(),
-    "xxh3_128": lambda data: xxhash.xxh3_128(data).digest(),
-}
+
+class Hash(Protocol):
+    """What a hash function's constructor returns."""
+
+    def digest(self) -> bytes:
+        """Of the bytes given to the constructor."""
+
+
+DIGESTS: dict[str, Callable[[bytes], Hash]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 
 _ROOT = b"tkv-root-1"
 _NAMESPACE = b"tkv-namespace-1"
@@ -84,33 +92,42 @@ def block_keys(
     this call to what else determines its content, such as image digests with their offsets, in bytes of the caller's
     canonical encoding. Raises ``TokenError`` for ids outside [0, 2**32).
     """
-    digest = DIGESTS[scheme]
+    make = DIGESTS[scheme]
+    link = make(_ROOT).digest() if parent is None else parent[NAMESPACE_DIGEST_BYTES:]
+    rows: Iterable[tuple[bytes]] = struct.iter_unpack(f"{5 + 4 * tokens_per_block}s", _rows(tokens, tokens_per_block))
+    if extras:
+        rows = _with_extras(rows, extras)
+    keys = [namespace + (link := make(link + row).digest()) for (row,) in rows]
+    return cast(list[BlockKey], keys)  # a call of BlockKey for each costs as much as a fifth of its hash
+
+
+def _with_extras(rows: Iterable[tuple[bytes]], extras: Mapping[int, bytes]) -> Iterator[tuple[bytes]]:
+    for index, (row,) in enumerate(rows):
+        extra = extras.get(index)
+        yield (row if extra is None else row + b"X" + len(extra).to_bytes(4, "little") + extra,)
+
+
+def _rows(tokens: TokenIds, tokens_per_block: int) -> bytes:
+    """``"T" ‖ u32 n ‖ ids`` of every whole block, back to back."""
     num_blocks = len(tokens) // tokens_per_block
-    rows = _rows(tokens, num_blocks, tokens_per_block)
-    row_bytes = 5 + 4 * tokens_per_block
-    link = digest(_ROOT) if parent is None else parent[NAMESPACE_DIGEST_BYTES:]
-    keys: list[BlockKey] = []
-    for index in range(num_blocks):
-        message = link + rows[index * row_bytes : (index + 1) * row_bytes]
-        if extras and index in extras:
-            message += b"X" + len(extras[index]).to_bytes(4, "little") + extras[index]
-        link = digest(message)
-        keys.append(BlockKey(namespace + link))
-    return keys
-
-
-def _rows(tokens: TokenIds, num_blocks: int, tokens_per_block: int) -> bytes:
-    """``"T" ‖ u32 n ‖ ids`` of every block, back to back."""
-    try:
-        ids = np.asarray(tokens[: num_blocks * tokens_per_block])
-    except (OverflowError, ValueError) as error:
-        raise TokenError(f"token ids cannot be read as integers: {error}") from error
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TokenError(f"token ids must be integers, got {ids.dtype}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
-        raise TokenError(f"token ids must lie in [0, 2**32), got {int(ids.min())}..{int(ids.max())}")
+    ids = _uint32(tokens[: num_blocks * tokens_per_block])
     rows = np.empty((num_blocks, 5 + 4 * tokens_per_block), dtype=np.uint8)
     rows[:, 0] = ord("T")
     rows[:, 1:5] = np.frombuffer(tokens_per_block.to_bytes(4, "little"), dtype=np.uint8)
-    rows[:, 5:] = ids.astype("<u4").reshape(num_blocks, tokens_per_block).view(np.uint8)
+    rows[:, 5:] = ids.reshape(num_blocks, tokens_per_block).view(np.uint8)
     return rows.tobytes()
+
+
+def _uint32(tokens: TokenIds) -> npt.NDArray[np.uint32]:
+    """Token ids as they are hashed, little-endian."""
+    try:
+        if isinstance(tokens, list | tuple):
+            tokens = np.frombuffer(array("I", tokens), dtype=np.uint32)  # in a quarter of the time of np.asarray
+        tokens = np.asarray(tokens)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise TokenError(f"token ids must be integers in [0, 2**32): {error}") from error
+    if tokens.size and tokens.dtype.kind not in "iu":
+        raise TokenError(f"token ids must be integers, got {tokens.dtype}")
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
+        raise TokenError(f"token ids must lie in [0, 2**32), got {int(tokens.min())}..{int(tokens.max())}")
+    return tokens.astype("<u4")

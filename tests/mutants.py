@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "keys do not depend on their parents",
         "kvstore/hashing.py",
-        "message = link + rows",
-        "message = rows",
+        "make(link + row)",
+        "make(row)",
         ("tests/unit/test_hashing.py",),
     ),
     Mutant(
