@@ -30,13 +30,24 @@ class LRU(Generic[K]):
         """LRU does not depend on the capacity."""
 
     def arrive(self, request: Request, chain: Sequence[K]) -> int:
-        """Touch ``chain`` tail first, so that its root is hottest. Everything is worth keeping."""
-        nodes = self._nodes
+        """Touch ``chain`` tail first, so that its root is hottest. Everything is worth keeping.
+
+        A chain mostly lies in the ring as it is, and then moves as a whole.
+        """
+        get = self._nodes.get
+        coldest = hottest = None
         for key in reversed(chain):
-            node = nodes.get(key)
-            if node is not None:
-                _unlink(node)
-                _link(node, colder_than=self._root)
+            node = get(key)
+            if node is None:
+                continue
+            if hottest is None or coldest is None:
+                coldest = node
+            elif hottest.hotter is not node:
+                self._heat(coldest, hottest)
+                coldest = node
+            hottest = node
+        if coldest is not None and hottest is not None:
+            self._heat(coldest, hottest)
         return len(chain)
 
     def finish(self, request: Request, output_tokens: int) -> None:
@@ -47,11 +58,12 @@ class LRU(Generic[K]):
         node = _Node(key)
         self._nodes[key] = node
         above = self._root if parent is None else self._nodes.get(parent, self._root)
-        _link(node, colder_than=above)
+        _link(node, node, colder_than=above)
 
     def remove(self, key: K) -> None:
         """Take it out of the ring."""
-        _unlink(self._nodes.pop(key))
+        node = self._nodes.pop(key)
+        _unlink(node, node)
 
     def victim(self, may_leave: Callable[[K], bool]) -> K | None:
         """The coldest key that may leave; those before it are in use, so they become the hottest."""
@@ -60,18 +72,24 @@ class LRU(Generic[K]):
             assert node.key is not None
             if may_leave(node.key):
                 return node.key
-            _unlink(node)
-            _link(node, colder_than=self._root)
+            self._heat(node, node)
         return None
 
-
-def _link(node: _Node[K], *, colder_than: _Node[K]) -> None:
-    node.hotter = colder_than
-    node.colder = colder_than.colder
-    node.colder.hotter = node
-    colder_than.colder = node
+    def _heat(self, coldest: _Node[K], hottest: _Node[K]) -> None:
+        """The nodes from ``coldest`` to ``hottest`` are now the hottest of all, in the order that they have."""
+        _unlink(coldest, hottest)
+        _link(coldest, hottest, colder_than=self._root)
 
 
-def _unlink(node: _Node[K]) -> None:
-    node.colder.hotter = node.hotter
-    node.hotter.colder = node.colder
+def _link(coldest: _Node[K], hottest: _Node[K], *, colder_than: _Node[K]) -> None:
+    """Put a run of nodes just below one."""
+    hottest.hotter = colder_than
+    coldest.colder = colder_than.colder
+    coldest.colder.hotter = coldest
+    colder_than.colder = hottest
+
+
+def _unlink(coldest: _Node[K], hottest: _Node[K]) -> None:
+    """Take a run of nodes out of the ring."""
+    coldest.colder.hotter = hottest.hotter
+    hottest.hotter.colder = coldest.colder
