@@ -13,7 +13,12 @@ BLOCKS = range(8)
 def order(policy: LRU[int]) -> list[int]:
     """From the coldest to the hottest."""
     seen: list[int] = []
-    assert policy.victim(lambda key: bool(seen.append(key))) is None
+
+    def may_leave(key: int) -> bool:
+        seen.append(key)
+        return False
+
+    assert policy.victim(may_leave) is None
     return seen
 
 
@@ -60,7 +65,7 @@ def test_every_step_gives_the_order_of_a_plain_list(steps: list[tuple[str, objec
             policy.arrive(REQUEST, chain)
             touched = [key for key in chain if key in hottest_first]
             hottest_first = touched + [key for key in hottest_first if key not in touched]
-        elif isinstance(subject, int) and kind == "insert" and subject not in hottest_first:
+        elif isinstance(subject, int) and kind == "insert" and subject not in [*hottest_first, detail]:
             policy.insert(subject, detail)
             below = hottest_first.index(detail) + 1 if detail in hottest_first else 0
             hottest_first.insert(below, subject)
