@@ -41,7 +41,9 @@ def clear(wire: Wire, pattern: bytes, deadline_s: float) -> Iterator[int]:
         (reply,) = wire.ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)], deadline_s)
         match reply:
             case [bytes(cursor), list(names)]:
-                gone = command(wire, [(b"UNLINK", name) for name in names], int, deadline_s)
+                gone = list(command(wire, [(b"UNLINK", name) for name in names], int, deadline_s))
+                if errors := [reply for reply in gone if not isinstance(reply, int)]:
+                    raise OSError(f"{len(errors)} names were not unlinked: {errors[0]}")
                 yield sum(reply == 1 and value.is_head(name) for name, reply in zip(names, gone, strict=True))
             case _:
                 raise wire.wrong(f"SCAN was answered with {reply!r:.80}")

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.config import SETTINGS, Config, FileConfig, MemoryConfig, RedisConfig, effective, gather
 from kvstore.errors import ConfigError
-from kvstore.machine import by_file_system, memory_bytes, memory_limit_bytes, room_bytes
+from kvstore.machine import by_file_system, disk_bytes, memory_bytes, memory_limit_bytes, room_bytes
 
 COMPLETE = """
 policy = "lru"
@@ -242,11 +242,10 @@ def test_disk_beyond_the_machine_is_refused_also_before_the_directory_exists(tmp
 
 
 def test_directories_on_one_file_system_share_its_room(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path)
-    free_bytes = free.f_bavail * free.f_frsize
+    whole_bytes = disk_bytes(tmp_path)
     directories = (tmp_path / "a", tmp_path / "b")
     with pytest.raises(ConfigError, match=str(directories[1])):
-        Config(MemoryConfig(0), FileConfig(directories, free_bytes * 3 // 2)).validate_against_machine()
+        Config(MemoryConfig(0), FileConfig(directories, whole_bytes * 3 // 2)).validate_against_machine()
     assert by_file_system(directories) == [list(directories)]
 
 
