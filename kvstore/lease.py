@@ -12,6 +12,10 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
 
+Look = Callable[[Namespace, Sequence[int]], list[memoryview]]
+"""The bytes of slots, for whoever asks for them."""
+
+
 class LeaseState(Enum):
     """HELD, then ENDED; a write lease may be QUARANTINED in between, while a copy may still touch its slots."""
 
@@ -22,14 +26,15 @@ class LeaseState(Enum):
 
 @dataclass(eq=False, slots=True)
 class WriteLease:
-    """Slots reserved for blocks to come. ``views`` are their bytes, ``block_bytes`` each, in RAM."""
+    """Slots reserved for blocks to come."""
 
     ns: Namespace
     slots: list[int]
-    views: list[memoryview]
+    look: Look
     end: Callable[["WriteLease"], None]
     num_named: int = 0
     state: LeaseState = LeaseState.HELD
+    _views: list[memoryview] | None = None
 
     def __enter__(self) -> "WriteLease":
         return self
@@ -38,6 +43,13 @@ class WriteLease:
         """Abort what no commit has named; a lease that has ended is left as it is."""
         if self.state is LeaseState.HELD:
             self.end(self)
+
+    @property
+    def views(self) -> list[memoryview]:
+        """The slots' bytes in RAM, ``block_bytes`` each; made when first asked for, since a DMA goes by slots."""
+        if self._views is None:
+            self._views = self.look(self.ns, self.slots)
+        return self._views
 
     @property
     def num_blocks(self) -> int:
@@ -56,14 +68,15 @@ class WriteLease:
 
 @dataclass(eq=False, slots=True)
 class ReadLease:
-    """Pinned blocks, the longest READY prefix of what was asked for. ``views`` are their bytes in RAM."""
+    """Pinned blocks, the longest READY prefix of what was asked for."""
 
     ns: Namespace
     keys: Sequence[BlockKey]
     slots: list[int]
-    views: list[memoryview]
+    look: Look
     end: Callable[["ReadLease"], None]
     state: LeaseState = LeaseState.HELD
+    _views: list[memoryview] | None = None
 
     def __enter__(self) -> "ReadLease":
         return self
@@ -72,6 +85,15 @@ class ReadLease:
         """Release it, unless that was done."""
         if self.state is LeaseState.HELD:
             self.end(self)
+
+    @property
+    def views(self) -> list[memoryview]:
+        """The blocks' bytes in RAM, ``block_bytes`` each, made when first asked for; none once the lease has ended."""
+        if self.state is not LeaseState.HELD:
+            return []
+        if self._views is None:
+            self._views = self.look(self.ns, self.slots)
+        return self._views
 
     @property
     def num_blocks(self) -> int:

@@ -17,6 +17,7 @@ its parent returns. This is how a damaged or expired root costs one block and no
 
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
@@ -63,12 +64,14 @@ class BlockPool:
         self._parent = array("i")
         self._children = array("i")
         self._created_unix_s = array("q")
-        self._pins: dict[int, int] = {}
+        self._pins: Counter[int] = Counter()
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
         self._orphans: dict[BlockKey, set[int]] = {}
         self._lost_parent: dict[int, BlockKey] = {}
         self._counts = [0] * len(SlotState)
+        self.num_evicted = 0
+        """Blocks that left to make room, ever."""
         self._none_may_leave = False  # known since the policy last found no victim; spares a scan per reserve
 
     # ---- questions
@@ -187,7 +190,8 @@ class BlockPool:
         Fewer when the rest is in use, or when victims are being copied on their way out.
         """
         self.evict(num_blocks - len(self._free))
-        slots = [heapq.heappop(self._free) for _ in range(min(num_blocks, len(self._free)))]
+        pop, free = heapq.heappop, self._free
+        slots = [pop(free) for _ in range(min(num_blocks, len(free)))]
         for slot in slots:
             self._move(slot, SlotState.FILLING)
         return slots
@@ -233,7 +237,13 @@ class BlockPool:
     def pin(self, slot: int) -> None:
         """Forbid eviction of a READY slot until ``unpin``; counted."""
         self._require(slot, SlotState.READY, "pin")
-        self._pins[slot] = self._pins.get(slot, 0) + 1
+        self._pins[slot] += 1
+
+    def pin_prefix(self, chain: Sequence[BlockKey], oldest_unix_s: int = 0) -> list[int]:
+        """``pin`` the longest READY prefix of ``chain`` created at or after ``oldest_unix_s``; returns its slots."""
+        slots = self.prefix(chain, oldest_unix_s)
+        self._pins.update(slots)
+        return slots
 
     def unpin(self, slot: int) -> None:
         """End one ``pin``."""
@@ -285,13 +295,11 @@ class BlockPool:
             self._none_may_leave = True
             return False
         slot = self._slot_of[key]
-        parent_slot = self._parent[slot]
         if self._on_evict is not None and self._counts[SlotState.QUARANTINED] < self._quarantine_bound():
             self._on_evict(key, slot)
         self._forget(slot, key)
         self._give_back(slot)
-        if parent_slot != NO_SLOT:
-            self._none_may_leave = False
+        self.num_evicted += 1
         return True
 
     def _may_leave(self, key: BlockKey) -> bool:
@@ -319,10 +327,11 @@ class BlockPool:
         elif parent is not None:
             self._orphans.setdefault(parent, set()).add(slot)
             self._lost_parent[slot] = parent
-        for child in self._orphans.pop(key, ()):
-            del self._lost_parent[child]
-            self._parent[child] = slot
-            self._children[slot] += 1
+        if key in self._orphans:
+            for child in self._orphans.pop(key):
+                del self._lost_parent[child]
+                self._parent[child] = slot
+                self._children[slot] += 1
         self._policy.insert(key, parent if parent_slot != NO_SLOT else None)
         self._none_may_leave = False
 
@@ -331,7 +340,7 @@ class BlockPool:
         if parent_slot != NO_SLOT:
             self._children[parent_slot] -= 1
             self._none_may_leave = False
-        else:
+        elif slot in self._lost_parent:
             self._drop_orphan(slot)
         if self._children[slot]:
             self._orphan_children(slot, key)
@@ -341,12 +350,11 @@ class BlockPool:
         self._policy.remove(key)
 
     def _drop_orphan(self, slot: int) -> None:
-        lost = self._lost_parent.pop(slot, None)
-        if lost is not None:
-            siblings = self._orphans[lost]
-            siblings.discard(slot)
-            if not siblings:
-                del self._orphans[lost]
+        lost = self._lost_parent.pop(slot)
+        siblings = self._orphans[lost]
+        siblings.discard(slot)
+        if not siblings:
+            del self._orphans[lost]
 
     def _orphan_children(self, slot: int, key: BlockKey) -> None:
         children = np.flatnonzero(np.frombuffer(self._parent, dtype=np.int32) == slot).tolist()
@@ -384,8 +392,8 @@ class BlockPool:
         self._counts[state] += 1
 
     def _require(self, slot: int, state: SlotState, call: str) -> None:
-        actual = SlotState(self._state[slot]) if 0 <= slot < len(self._state) else SlotState.ABSENT
-        if actual != state:
+        if not (0 <= slot < len(self._state) and self._state[slot] == state):
+            actual = SlotState(self._state[slot]) if 0 <= slot < len(self._state) else SlotState.ABSENT
             raise LeaseError(f"{call} of slot {slot}, which is {actual.name} and not {state.name}; a lease ends once")
 
     def check(self) -> None:

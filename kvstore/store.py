@@ -159,21 +159,17 @@ class Store:
         self._require_open()
         ns = self._namespace_of(chain)
         if ns is None or self._memory is None:
-            return ReadLease(ns or _NOWHERE, (), [], [], self.release)
-        pool = self._memory.pool(ns.fingerprint)
-        slots = pool.prefix(chain, self._copies.oldest_unix_s(ns))
-        for slot in slots:
-            pool.pin(slot)
+            return ReadLease(ns or _NOWHERE, (), [], self._views, self.release)
+        slots = self._memory.pool(ns.fingerprint).pin_prefix(chain, self._copies.oldest_unix_s(ns))
         self._copydown.offer(ns, slots, "touch")
         self.stats.inc("kvstore_loaded_blocks_total", len(slots), "memory")
         self.stats.inc("kvstore_loaded_bytes_total", len(slots) * ns.layout.block_bytes, "memory")
-        return ReadLease(ns, chain[: len(slots)], slots, self._views(ns, slots), self.release)
+        return ReadLease(ns, chain[: len(slots)], slots, self._views, self.release)
 
     def release(self, lease: ReadLease) -> None:
         """End a pin. Raises ``LeaseError`` the second time."""
         lease.require(LeaseState.HELD, "release")
         lease.state = LeaseState.ENDED
-        lease.views = []
         if self._memory is not None and lease.slots:
             pool = self._memory.pool(lease.ns.fingerprint)
             for slot in lease.slots:
@@ -186,13 +182,13 @@ class Store:
         self._require_open()
         self._require_ours(ns)
         if self._memory is None:
-            return WriteLease(ns, [], [], self.abort)
+            return WriteLease(ns, [], self._views, self.abort)
         slots = self._memory.reserve(ns.fingerprint, num_blocks)
         if self._copydown.copies_victims:
             # What leaves must be copied first, so let as many go now as the next call may want.
             pool = self._memory.pool(ns.fingerprint)
             pool.evict(num_blocks - pool.num(SlotState.FREE) - pool.num(SlotState.QUARANTINED))
-        return WriteLease(ns, slots, self._views(ns, slots), self.abort)
+        return WriteLease(ns, slots, self._views, self.abort)
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
         """Name the next ``len(keys)`` slots of ``lease``, root first: they can be found from now on.

@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "orphans are not linked again",
         "kvstore/pool.py",
-        "for child in self._orphans.pop(key, ()):",
+        "for child in self._orphans.pop(key):",
         "for child in ():",
     ),
     Mutant(
