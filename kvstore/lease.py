@@ -11,7 +11,6 @@ from kvstore.errors import LeaseError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-
 Look = Callable[[Namespace, Sequence[int]], list[memoryview]]
 """The bytes of slots, for whoever asks for them."""
 

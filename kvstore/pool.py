@@ -58,6 +58,7 @@ class BlockPool:
         self._policy = policy
         self._on_evict = on_evict
         self._max_quarantined = max_quarantined
+        self._quarantine_bound = 0
         self._slot_of: dict[BlockKey, int] = {}
         self._key: list[BlockKey | None] = []
         self._state = bytearray()
@@ -161,7 +162,7 @@ class BlockPool:
                 raise LeaseError(f"slot {slot} is already part of this pool; an extent joins once")
             self._move(slot, SlotState.FREE)
             heapq.heappush(self._free, slot)
-        self._policy.resize(self.num_slots)
+        self._resize()
 
     def shrink(self, first_slot: int, num_slots: int) -> bool:
         """An extent leaves, with the blocks in it; False, and nothing changes, while one of its slots is in use."""
@@ -175,7 +176,7 @@ class BlockPool:
             self._move(slot, SlotState.ABSENT)
         self._free = [slot for slot in self._free if slot not in slots]
         heapq.heapify(self._free)
-        self._policy.resize(self.num_slots)
+        self._resize()
         return True
 
     def num_ready_in(self, first_slot: int, num_slots: int) -> int:
@@ -249,6 +250,16 @@ class BlockPool:
         """End one ``pin``."""
         self._decrement(self._pins, slot, "unpin")
 
+    def unpin_all(self, slots: Sequence[int]) -> None:
+        """End one ``pin`` of each slot."""
+        pins, state = self._pins, self._state
+        for slot in slots:
+            if pins.get(slot) == 1 and state[slot] == SlotState.READY:
+                pins.pop(slot)
+            else:
+                self.unpin(slot)
+        self._none_may_leave = False
+
     def hold(self, slot: int) -> None:
         """A copy may touch the bytes of ``slot`` until ``unhold``; counted. Holding does not forbid eviction."""
         if self._state[slot] in (SlotState.ABSENT, SlotState.FREE):
@@ -295,7 +306,7 @@ class BlockPool:
             self._none_may_leave = True
             return False
         slot = self._slot_of[key]
-        if self._on_evict is not None and self._counts[SlotState.QUARANTINED] < self._quarantine_bound():
+        if self._on_evict is not None and self._counts[SlotState.QUARANTINED] < self._quarantine_bound:
             self._on_evict(key, slot)
         self._forget(slot, key)
         self._give_back(slot)
@@ -306,10 +317,12 @@ class BlockPool:
         slot = self._slot_of[key]
         if slot in self._pins or self._children[slot]:
             return False
-        return slot not in self._holds or self._counts[SlotState.QUARANTINED] < self._quarantine_bound()
+        return slot not in self._holds or self._counts[SlotState.QUARANTINED] < self._quarantine_bound
 
-    def _quarantine_bound(self) -> int:
-        return max(1, self.num_slots // 4) if self._max_quarantined is None else self._max_quarantined
+    def _resize(self) -> None:
+        self._policy.resize(self.num_slots)
+        quarter = max(1, self.num_slots // 4)
+        self._quarantine_bound = quarter if self._max_quarantined is None else self._max_quarantined
 
     def _idle(self, slot: int) -> bool:
         if slot in self._pins or slot in self._holds:
@@ -382,7 +395,7 @@ class BlockPool:
         if count > 1:
             counts[slot] = count - 1
             return
-        del counts[slot]
+        counts.pop(slot)
         if self._state[slot] == SlotState.QUARANTINED and slot not in self._pins and slot not in self._holds:
             self._give_back(slot)
 

@@ -16,7 +16,7 @@ from kvstore.tiers.base import SlotTier, StoredBlock
 from kvstore.types import BlockKey
 
 PolicyFactory = Callable[[], Policy[BlockKey]]
-OnEvict = Callable[[bytes, BlockKey, int], None]
+OnEvict = Callable[[BlockKey, int], None]
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class SlotLevel:
         *,
         on_evict: OnEvict | None = None,
     ) -> None:
-        """``on_evict(fingerprint, key, slot)`` is called as a victim leaves; see ``BlockPool``."""
+        """``on_evict(key, slot)`` is called as a victim leaves; see ``BlockPool``."""
         self.tier = tier
         self.name = tier.name
         self._extents = Extents(tier.capacity_bytes, tier.extent_bytes)
@@ -64,9 +64,7 @@ class SlotLevel:
                     f"a block of {block_bytes} bytes takes {slot_bytes} bytes in tier {self.name}, more than its"
                     f" extents of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
                 )
-            share = _Share(
-                BlockPool(self._policy(), on_evict=self._evict_hook(fingerprint)), slot_bytes, slots_per_extent
-            )
+            share = _Share(BlockPool(self._policy(), on_evict=self._on_evict), slot_bytes, slots_per_extent)
             self._shares[fingerprint] = share
         return share.pool
 
@@ -81,9 +79,13 @@ class SlotLevel:
 
     def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
         """Where ``slot`` starts in the tier's budget."""
-        share = self._shares[fingerprint]
-        extent, index = divmod(slot, share.slots_per_extent)
-        return extent * self._extents.extent_bytes + index * share.slot_bytes
+        return self.offsets_bytes(fingerprint, [slot])[0]
+
+    def offsets_bytes(self, fingerprint: bytes, slots: Sequence[int]) -> list[int]:
+        """Where each slot starts in the tier's budget."""
+        share, extent_bytes = self._shares[fingerprint], self._extents.extent_bytes
+        per_extent, slot_bytes = share.slots_per_extent, share.slot_bytes
+        return [slot // per_extent * extent_bytes + slot % per_extent * slot_bytes for slot in slots]
 
     @property
     def capacity_bytes(self) -> int:
@@ -212,12 +214,6 @@ class SlotLevel:
         self._shares[ns.fingerprint].pool.unhold(slot)
 
     # ---- the inside
-
-    def _evict_hook(self, fingerprint: bytes) -> Callable[[BlockKey, int], None] | None:
-        on_evict = self._on_evict
-        if on_evict is None:
-            return None
-        return lambda key, slot: on_evict(fingerprint, key, slot)
 
     def _note_demand(self, share: _Share, num_blocks: int) -> None:
         share.demand_bytes += num_blocks * share.slot_bytes

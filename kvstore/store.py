@@ -68,10 +68,11 @@ class Store:
         self._shared: SharedLevel | None = None
         lower: list[tuple[Level, str]] = []
         if memory is not None:
-            self._memory = SlotLevel(memory, policy, on_evict=self._on_memory_evict)
+            copies_victims = any(tier and tier.admission == "on_evict" for tier in (config.file, config.redis))
+            self._memory = SlotLevel(memory, policy, on_evict=self._on_memory_evict if copies_victims else None)
             self._add_lane(memory, executor)
         if file is not None:
-            self._file = SlotLevel(file, policy, on_evict=self._on_file_evict)
+            self._file = SlotLevel(file, policy)
             self._file.adopt(file.scan())
             self._add_lane(file, executor)
             lower.append((self._file, config.file.admission if config.file else "always"))
@@ -171,9 +172,7 @@ class Store:
         lease.require(LeaseState.HELD, "release")
         lease.state = LeaseState.ENDED
         if self._memory is not None and lease.slots:
-            pool = self._memory.pool(lease.ns.fingerprint)
-            for slot in lease.slots:
-                pool.unpin(slot)
+            self._memory.pool(lease.ns.fingerprint).unpin_all(lease.slots)
 
     # ---- writing
 
@@ -339,6 +338,7 @@ class Store:
         """Counters, and gauges of this moment, by metric and labels."""
         for level in self._slot_levels():
             pools = [pool for _, pool in level.pools()]
+            self.stats.set("kvstore_evicted_blocks_total", sum(pool.num_evicted for pool in pools), level.name)
             self.stats.set("kvstore_capacity_bytes", level.capacity_bytes, level.name)
             self.stats.set("kvstore_used_bytes", level.used_bytes, level.name)
             self.stats.set("kvstore_blocks", sum(pool.num(SlotState.READY) for pool in pools), level.name)
@@ -382,16 +382,15 @@ class Store:
         return self._arena_tier.arena.view(offset_bytes, self._arena_tier.slot_bytes(ns.layout.block_bytes))
 
     def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
-        return [self._buffer(ns, slot)[: ns.layout.block_bytes] for slot in slots]
+        if self._memory is None or self._arena_tier is None or not slots:
+            return []
+        offsets_bytes = self._memory.offsets_bytes(ns.fingerprint, slots)
+        return self._arena_tier.arena.views(offsets_bytes, ns.layout.block_bytes)
 
-    def _on_memory_evict(self, fingerprint: bytes, key: BlockKey, slot: int) -> None:
-        self.stats.inc("kvstore_evicted_blocks_total", 1, "memory")
+    def _on_memory_evict(self, key: BlockKey, slot: int) -> None:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
         if ns is not None:
             self._copydown.offer_victim(ns, slot)
-
-    def _on_file_evict(self, fingerprint: bytes, key: BlockKey, slot: int) -> None:
-        self.stats.inc("kvstore_evicted_blocks_total", 1, "file")
 
     def _on_stored(self, ns: Namespace, key: BlockKey) -> None:
         """A lent block is in RAM: it is copied down like any other."""

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "quarantine has no bound",
         "kvstore/pool.py",
-        "return slot not in self._holds or self._counts[SlotState.QUARANTINED] < self._quarantine_bound()",
+        "return slot not in self._holds or self._counts[SlotState.QUARANTINED] < self._quarantine_bound",
         "return True",
     ),
     Mutant(

@@ -47,6 +47,11 @@ class Arena:
         """Writable bytes of the arena; valid until ``close``."""
         return self._view[offset_bytes : offset_bytes + num_bytes]
 
+    def views(self, offsets_bytes: Sequence[int], num_bytes: int) -> list[memoryview]:
+        """As many writable bytes from each offset on; valid until ``close``."""
+        view = self._view
+        return [view[offset : offset + num_bytes] for offset in offsets_bytes]
+
     def close(self) -> None:
         """Give the memory back as soon as nobody views it any more. Safe to call twice."""
         if self._closing.is_set():
