@@ -1,5 +1,6 @@
 """The store over real files and a real Valkey: what it keeps, for whom, and who else can reach its RAM."""
 
+import gc
 import mmap
 import os
 import subprocess
@@ -120,14 +121,20 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
                 put(store, ns, chain_of(ns, 4))
                 get(store, chain_of(ns, 6))
 
+        def held() -> tuple[int, int]:
+            gc.collect()
+            for thread in threading.enumerate():
+                if thread.name.startswith("kvstore-"):
+                    thread.join(10)  # they were told to end; give them the time
+            return len(os.listdir("/proc/self/fd")), threading.active_count()
+
         cycle()
-        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        num_fds, num_threads = held()
         for _ in range(5):
             cycle()
-        for thread in threading.enumerate():
-            if thread.name.startswith("kvstore-"):
-                thread.join(10)  # they were told to end; give them the time
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
+        after = held()
+        assert after[0] <= num_fds
+        assert after[1] <= num_threads
 
 
 def test_two_stores_cannot_own_one_directory(tmp_path: Path) -> None:
