@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.level import Level
 from kvstore.mover import Mover, Ticket
@@ -26,8 +27,7 @@ ERASE_BATCH_BLOCKS = 256
 ERASE_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """One block to copy: its key, its parent's, the bytes, and when they were computed (0: not known)."""
 
     key: BlockKey
@@ -121,15 +121,10 @@ class Copies:
         num_started = 0
         oldest_unix_s = self.oldest_unix_s(ns)
         for batch in self._batches(level, ns, blocks):
-            slots = _begin_reads(level, ns, batch, oldest_unix_s)
-            started = batch[: len(slots)]
-            moves = [
-                self._move(level, ns, block, slot, level.created_unix_s(ns, slot))
-                for block, slot in zip(started, slots, strict=True)
-            ]
+            slots = level.begin_reads(ns, [block.key for block in batch], oldest_unix_s)
+            moves = _moves(level, ns, batch, slots, [level.created_unix_s(ns, slot) for slot in slots])
             if not moves or not self._submit_read(level, ns, moves, slots, deadline_s, on_return, on_abandon):
-                for slot in slots:
-                    level.end_read(ns, slot)
+                level.end_reads(ns, slots)
                 break
             num_started += len(moves)
             if len(moves) < len(batch):
@@ -154,10 +149,8 @@ class Copies:
             if not self._mover.can_take(level.name, len(batch) * ns.layout.block_bytes):
                 break  # ask before evicting anything for it
             slots = level.begin_write(ns, len(batch))
-            moves = [
-                self._move(level, ns, block, slot, block.created_unix_s or int(self._wall()))
-                for block, slot in zip(batch, slots, strict=False)
-            ]
+            now_unix_s = int(self._wall())
+            moves = _moves(level, ns, batch, slots, [block.created_unix_s or now_unix_s for block in batch])
             if not moves or not self._submit_write(level, ns, moves, slots, deadline_s, on_return, on_abandon):
                 for slot in slots:
                     level.abort_write(ns, slot)
@@ -180,12 +173,10 @@ class Copies:
 
         Their slots stay held until the bytes are gone, however busy the lane is: see ``retry_erasures``.
         """
-        moves = []
-        for key in keys:
-            slot = level.begin_erase(ns, key)
-            if slot is not None:
-                block = Block(key, None, memoryview(b""))
-                moves.append((slot, self._move(level, ns, block, slot, 0)))
+        slots = {key: slot for key in keys if (slot := level.begin_erase(ns, key)) is not None}
+        blocks = [Block(key, None, memoryview(b"")) for key in slots]
+        held = list(slots.values())
+        moves = list(zip(held, _moves(level, ns, blocks, held, [0] * len(held)), strict=True))
         for first in range(0, len(moves), ERASE_BATCH_BLOCKS):
             self._erasures.append(_Erasure(level, ns, moves[first : first + ERASE_BATCH_BLOCKS]))
         self.retry_erasures()
@@ -207,17 +198,6 @@ class Copies:
         size = max(1, self._mover.lane(level.name).ticket_bytes // ns.layout.block_bytes)
         return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
-    def _move(self, level: Level, ns: Namespace, block: Block, slot: int, created_unix_s: int) -> BlockMove:
-        return BlockMove(
-            key=block.key,
-            parent=block.parent,
-            layout=ns.layout,
-            buffer=block.buffer,
-            offset_bytes=level.offset_bytes(ns.fingerprint, slot),
-            created_unix_s=created_unix_s,
-            max_age_s=ns.max_age_s,
-        )
-
     def _submit_read(
         self,
         level: Level,
@@ -232,21 +212,17 @@ class Copies:
         disowned = self._disownments.get(ns.digest, 0)
         flights = self._flights[level.name, READ]
 
-        def end_reads() -> None:
-            for slot in slots:
-                level.end_read(ns, slot)
-
         def abandon() -> None:
             nonlocal abandoned
             abandoned = True
-            end_reads()  # a reader of a slot that is reused finds another block's header there: a miss
+            level.end_reads(ns, slots)  # a reader of a slot that is reused finds another block's header there: a miss
             self._count(level, READ, moves, [Outcome.LATE] * len(moves))
             on_abandon(moves)
             flights.end(flight)
 
         def settle(outcomes: list[Outcome]) -> None:
             if not abandoned:
-                end_reads()
+                level.end_reads(ns, slots)
                 self._count(level, READ, moves, outcomes)
                 for move, outcome in zip(moves, outcomes, strict=True):
                     if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
@@ -354,17 +330,19 @@ class Copies:
         return self._mover.submit(level.name, ticket)
 
     def _count(self, level: Level, op: str, moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
-        for outcome in set(outcomes):
-            self._stats.inc("kvstore_copies_total", outcomes.count(outcome), level.name, op, outcome.value)
         num_ok = outcomes.count(Outcome.OK)
+        for outcome in {Outcome.OK} if num_ok == len(outcomes) else set(outcomes):
+            self._stats.inc("kvstore_copies_total", outcomes.count(outcome), level.name, op, outcome.value)
         self._stats.inc("kvstore_copied_bytes_total", num_ok * moves[0].layout.block_bytes, level.name, op)
 
 
-def _begin_reads(level: Level, ns: Namespace, blocks: Sequence[Block], oldest_unix_s: int) -> list[int]:
-    slots: list[int] = []
-    for block in blocks:
-        slot = level.begin_read(ns, block.key, oldest_unix_s)
-        if slot is None:
-            break
-        slots.append(slot)
-    return slots
+def _moves(
+    level: Level, ns: Namespace, blocks: Sequence[Block], slots: Sequence[int], created_unix_s: Sequence[int]
+) -> list[BlockMove]:
+    """The moves of as many leading blocks as there are slots."""
+    layout, max_age_s = ns.layout, ns.max_age_s
+    offsets_bytes = level.offsets_bytes(ns.fingerprint, slots)
+    return [
+        BlockMove(key, parent, layout, buffer, offset_bytes, created, max_age_s)
+        for (key, parent, buffer, _), offset_bytes, created in zip(blocks, offsets_bytes, created_unix_s, strict=False)
+    ]

@@ -48,14 +48,14 @@ class Transfer:
         return len(self.outcomes)
 
 
-OnStored = Callable[[Namespace, BlockKey], None]
+OnStored = Callable[[Namespace, Sequence[BlockKey]], None]
 
 
 class Lending:
     """Transfers between lent buffers and levels."""
 
     def __init__(self, levels: Sequence[Level], copies: Copies, mover: Mover, on_stored: OnStored) -> None:
-        """``levels``: all of them, the fastest first. ``on_stored`` is told of each block stored in the first one."""
+        """``levels``: all of them, the fastest first. ``on_stored`` is told of blocks that were stored."""
         self._levels = levels
         self._copies = copies
         self._mover = mover
@@ -74,7 +74,7 @@ class Lending:
         transfer = Transfer(ns, keys, deadline_s, [Outcome.OK] * len(keys))
         parents = [parent, *keys[:-1]]
         for level in levels:
-            missing = [index for index, key in enumerate(keys) if not level.covered(ns, [key], 0, 0)]
+            missing = level.missing(ns, keys)
             blocks = [Block(keys[index], parents[index], buffers[index]) for index in missing]
             self._start(transfer, level, blocks, missing, self._copies.write, counts=level is levels[0])
         return transfer
@@ -116,13 +116,13 @@ class Lending:
 
         def settle(moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
             transfer.num_waiting -= len(moves)
-            for move, outcome in zip(moves, outcomes, strict=True):
-                if counts:
+            if counts:
+                for move, outcome in zip(moves, outcomes, strict=True):
                     transfer.outcomes[index_of[move.key]] = outcome
-                if outcome is Outcome.OK:
-                    transfer.accepted.add(move.key)
-                    if start == self._copies.write:
-                        self._on_stored(transfer.ns, move.key)
+            whole = [move.key for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.OK]
+            transfer.accepted.update(whole)
+            if whole and start == self._copies.write:
+                self._on_stored(transfer.ns, whole)
 
         def on_abandon(moves: Sequence[BlockMove]) -> None:
             abandoned.update(move.key for move in moves)

@@ -11,7 +11,7 @@ from kvstore.types import BlockKey
 class Level(Protocol):
     """What a copy needs of the level it reads from or writes to.
 
-    A read is ``begin_read``, the copy, ``end_read``. A write is ``begin_write``, the copy, then ``commit_write``,
+    A read is ``begin_reads``, the copy, ``end_reads``. A write is ``begin_write``, the copy, then ``commit_write``,
     ``abort_write`` or ``refuse_write`` for each slot; ``quarantine_write`` while a copy that nobody waits for may still
     touch the slot, and ``reclaim_write`` once that has returned. A shared level has no slots of its own; each is 0.
     """
@@ -25,14 +25,17 @@ class Level(Protocol):
     def covered(self, ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int) -> int:
         """How many blocks of ``chain`` from index ``start`` on are here, without a gap."""
 
-    def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
-        """Where a slot starts in the tier's budget."""
+    def missing(self, ns: Namespace, keys: Sequence[BlockKey]) -> list[int]:
+        """Which of ``keys``, by index, are not here."""
 
-    def begin_read(self, ns: Namespace, key: BlockKey, oldest_unix_s: int) -> int | None:
-        """The slot to read ``key`` from, pinned; None if it is not here."""
+    def offsets_bytes(self, fingerprint: bytes, slots: Sequence[int]) -> list[int]:
+        """Where each slot starts in the tier's budget."""
 
-    def end_read(self, ns: Namespace, slot: int) -> None:
-        """The read is over: unpin."""
+    def begin_reads(self, ns: Namespace, keys: Sequence[BlockKey], oldest_unix_s: int) -> list[int]:
+        """The slots to read ``keys`` from, pinned; those of as many leading ones as are here."""
+
+    def end_reads(self, ns: Namespace, slots: Sequence[int]) -> None:
+        """The reads are over: unpin."""
 
     def created_unix_s(self, ns: Namespace, slot: int) -> int:
         """When the block in a pinned slot was computed; 0 if only the tier knows."""

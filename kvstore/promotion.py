@@ -199,7 +199,7 @@ class Promotions:
         return started == count
 
     def _block(self, ns: Namespace, chain: Sequence[BlockKey], index: int, slot: int) -> Block:
-        offset_bytes = self._memory.offset_bytes(ns.fingerprint, slot)
+        (offset_bytes,) = self._memory.offsets_bytes(ns.fingerprint, [slot])
         buffer = self._arena.arena.view(offset_bytes, self._arena.slot_bytes(ns.layout.block_bytes))
         return Block(chain[index], chain[index - 1] if index else None, buffer)
 

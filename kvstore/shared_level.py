@@ -63,15 +63,21 @@ class SharedLevel:
                 return index - start
         return len(chain) - start
 
-    def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
+    def missing(self, ns: Namespace, keys: Sequence[BlockKey]) -> list[int]:
+        """Those that are not believed to be there."""
+        after_s = self._clock() - self._hint_age_s
+        seen = self._seen_at_s
+        return [index for index, key in enumerate(keys) if seen.get(key, after_s) <= after_s]
+
+    def offsets_bytes(self, fingerprint: bytes, slots: Sequence[int]) -> list[int]:
         """No place: the key says it all."""
-        return 0
+        return [0] * len(slots)
 
-    def begin_read(self, ns: Namespace, key: BlockKey, oldest_unix_s: int) -> int | None:
+    def begin_reads(self, ns: Namespace, keys: Sequence[BlockKey], oldest_unix_s: int) -> list[int]:
         """Anything may be there."""
-        return 0
+        return [0] * len(keys)
 
-    def end_read(self, ns: Namespace, slot: int) -> None:
+    def end_reads(self, ns: Namespace, slots: Sequence[int]) -> None:
         """Nothing was pinned."""
 
     def created_unix_s(self, ns: Namespace, slot: int) -> int:

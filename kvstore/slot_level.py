@@ -77,10 +77,6 @@ class SlotLevel:
         for fingerprint, share in self._shares.items():
             yield fingerprint, share.pool
 
-    def offset_bytes(self, fingerprint: bytes, slot: int) -> int:
-        """Where ``slot`` starts in the tier's budget."""
-        return self.offsets_bytes(fingerprint, [slot])[0]
-
     def offsets_bytes(self, fingerprint: bytes, slots: Sequence[int]) -> list[int]:
         """Where each slot starts in the tier's budget."""
         share, extent_bytes = self._shares[fingerprint], self._extents.extent_bytes
@@ -142,18 +138,18 @@ class SlotLevel:
         pool = self._shares[ns.fingerprint].pool
         return len(pool.prefix(chain[start:] if start else chain, oldest_unix_s))
 
-    def begin_read(self, ns: Namespace, key: BlockKey, oldest_unix_s: int) -> int | None:
-        """The slot of ``key``, pinned."""
+    def missing(self, ns: Namespace, keys: Sequence[BlockKey]) -> list[int]:
+        """Those that are not READY."""
         pool = self._shares[ns.fingerprint].pool
-        slot = pool.find(key)
-        if slot is None or (oldest_unix_s and pool.created_unix_s(slot) < oldest_unix_s):
-            return None
-        pool.pin(slot)
-        return slot
+        return [index for index, key in enumerate(keys) if key not in pool]
 
-    def end_read(self, ns: Namespace, slot: int) -> None:
+    def begin_reads(self, ns: Namespace, keys: Sequence[BlockKey], oldest_unix_s: int) -> list[int]:
+        """The slots of the READY prefix of ``keys``, pinned."""
+        return self._shares[ns.fingerprint].pool.pin_prefix(keys, oldest_unix_s)
+
+    def end_reads(self, ns: Namespace, slots: Sequence[int]) -> None:
         """Unpin."""
-        self._shares[ns.fingerprint].pool.unpin(slot)
+        self._shares[ns.fingerprint].pool.unpin_all(slots)
 
     def created_unix_s(self, ns: Namespace, slot: int) -> int:
         """When the block in ``slot`` was computed."""

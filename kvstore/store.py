@@ -378,7 +378,7 @@ class Store:
         """The whole slot, so that O_DIRECT can move it as it is."""
         assert self._memory is not None
         assert self._arena_tier is not None
-        offset_bytes = self._memory.offset_bytes(ns.fingerprint, slot)
+        (offset_bytes,) = self._memory.offsets_bytes(ns.fingerprint, [slot])
         return self._arena_tier.arena.view(offset_bytes, self._arena_tier.slot_bytes(ns.layout.block_bytes))
 
     def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
@@ -392,12 +392,11 @@ class Store:
         if ns is not None:
             self._copydown.offer_victim(ns, slot)
 
-    def _on_stored(self, ns: Namespace, key: BlockKey) -> None:
-        """A lent block is in RAM: it is copied down like any other."""
+    def _on_stored(self, ns: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Lent blocks are in RAM: they are copied down like any other."""
         if self._memory is not None:
-            slot = self._memory.pool(ns.fingerprint).find(key)
-            if slot is not None:
-                self._copydown.offer(ns, [slot], "commit")
+            find = self._memory.pool(ns.fingerprint).find
+            self._copydown.offer(ns, [slot for key in keys if (slot := find(key)) is not None], "commit")
 
     def _poll(self) -> int:
         num_applied = self._mover.poll()
