@@ -4,6 +4,7 @@ An accepted block stays pinned until its copy has returned, so what was acknowle
 is stuck, its pins are dropped and only the slots its copies may still read are kept from reuse.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -50,7 +51,7 @@ class CopyDown:
         self._copies = copies
         self._mover = mover
         self._stats = stats
-        self._writing: set[tuple[str, BlockKey]] = set()
+        self._writing: defaultdict[str, set[BlockKey]] = defaultdict(set)
         self.copies_victims = any("evict" in ADMITTED[admission] for _, admission in lower)
 
     def offer(self, ns: Namespace, slots: Sequence[int], occasion: Occasion) -> set[BlockKey]:
@@ -63,18 +64,21 @@ class CopyDown:
 
     def _write(self, level: Level, ns: Namespace, slots: Sequence[int], *, num_tries: int) -> list[BlockKey]:
         """Start to copy ``slots`` to ``level``; where that is full, once more, since room may be made by then."""
-        pool = self._memory.pool(ns.fingerprint)
-        wanted: list[tuple[int, Block]] = []
-        for slot in slots:
-            key = pool.key_at(slot)
-            if key is None or (level.name, key) in self._writing or level.covered(ns, [key], 0, 0):
-                continue
-            block = Block(key, pool.parent_of(slot), self._buffer_of(ns, slot), pool.created_unix_s(slot))
-            wanted.append((slot, block))
+        pool, writing = self._memory.pool(ns.fingerprint), self._writing[level.name]
+        slot_of = {key: slot for slot in slots if (key := pool.key_at(slot)) is not None}
+        keys = list(slot_of)
+        wanted = [keys[index] for index in level.missing(ns, keys) if keys[index] not in writing]
         if not wanted:
             return []
-        slot_of = {block.key: slot for slot, block in wanted}
-        for slot in slot_of.values():
+        # What there is no room for costs next to nothing: a busy or dead tier must not slow down answers from RAM.
+        blocks = [
+            Block(
+                key, pool.parent_of(slot_of[key]), self._buffer_of(ns, slot_of[key]), pool.created_unix_s(slot_of[key])
+            )
+            for key in wanted[: self._mover.room_blocks(level.name, ns.layout.block_bytes)]
+        ]
+        taken = [slot_of[block.key] for block in blocks]
+        for slot in taken:
             pool.pin(slot)
             pool.hold(slot)
         abandoned: set[BlockKey] = set()
@@ -83,14 +87,14 @@ class CopyDown:
             for move in moves:
                 abandoned.add(move.key)
                 pool.unpin(slot_of[move.key])
-                self._writing.discard((level.name, move.key))
+                writing.discard(move.key)
 
         def on_return(moves: Sequence[BlockMove], outcomes: Sequence[Outcome]) -> None:
             if moves[0].key in abandoned:
                 for move in moves:
                     pool.unhold(slot_of[move.key])
                 return
-            self._writing.difference_update((level.name, move.key) for move in moves)
+            writing.difference_update([move.key for move in moves])
             full = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.FULL]
             if full and num_tries > 1:
                 self._write(level, ns, [slot_of[move.key] for move in full], num_tries=num_tries - 1)
@@ -98,19 +102,17 @@ class CopyDown:
                 pool.unhold(slot_of[move.key])
                 pool.unpin(slot_of[move.key])
 
-        blocks = [block for _, block in wanted]
         deadline_s = self._mover.clock() + WRITE_TIMEOUT_S
         started = self._copies.write(level, ns, blocks, deadline_s, on_return, on_abandon)
-        for slot, _ in wanted[started:]:
+        for slot in taken[started:]:
             pool.unpin(slot)
             pool.unhold(slot)
-        keys = [block.key for block in blocks[:started]]
-        self._writing.update((level.name, key) for key in keys)
+        writing.update(wanted[:started])
         self._stats.inc("kvstore_accepted_blocks_total", started, level.name)
         if started < len(wanted):
             reason = "busy" if self._mover.lane(level.name).breaker.state.value == "closed" else "down"
             self._stats.inc("kvstore_not_accepted_blocks_total", len(wanted) - started, level.name, reason)
-        return keys
+        return wanted[:started]
 
     def offer_victim(self, ns: Namespace, slot: int) -> None:
         """RAM is evicting the block in ``slot``: copy it down first where admission wants that."""

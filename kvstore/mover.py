@@ -158,8 +158,10 @@ class Mover:
         return lane.has_room(num_bytes) and lane.breaker.is_ready(self.clock())
 
     def room_blocks(self, lane_name: str, block_bytes: int) -> int:
-        """How many blocks may be added to what is in flight in a lane."""
+        """How many blocks may be added to what is in flight in a lane; none while its breaker is open."""
         lane = self._lanes[lane_name]
+        if not lane.breaker.is_ready(self.clock()):
+            return 0
         if not lane.in_flight:
             return max(1, lane.max_bytes_in_flight // block_bytes)
         return max(0, lane.max_bytes_in_flight - lane.bytes_in_flight) // block_bytes
@@ -229,7 +231,7 @@ def _judge(breaker: Breaker, ticket: Ticket, now_s: float) -> None:
         return  # it was counted when it became overdue
     if ticket.started:
         # One block of many that failed is a bad sector, or one server of a Cluster: the rest of the tier answers.
-        if set(ticket.outcomes) <= {Outcome.FAILED, Outcome.LATE}:
+        if all(outcome in (Outcome.FAILED, Outcome.LATE) for outcome in ticket.outcomes):
             breaker.fail(now_s)
         else:
             breaker.succeed()
