@@ -1,6 +1,7 @@
-"""The command line: ``kvstore stats | check | evict | doctor | config``."""
+"""The command line: ``kvstore serve | stats | check | evict | doctor | config``."""
 
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -137,6 +138,15 @@ def evict(
             print(f"file: {offline.erase(tier, list(leaving))} blocks freed")
     if config.redis is not None and namespace is not None:
         print(f"redis: {clear(config.redis, digest)} blocks freed")
+
+
+@app.command()
+def serve(path: ConfigPath = None) -> None:
+    """Be the sidecar, the store of every engine on this host."""
+    from kvstore.server.serve import run  # noqa: PLC0415 - the other commands need no gRPC, which takes a while to load
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run(Config.load(path, os.environ))
 
 
 @app.command()

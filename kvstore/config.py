@@ -76,6 +76,17 @@ class RedisConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Of the sidecar alone. ``lease_ms``: a client that is silent for so long is given up."""
+
+    socket: Path
+    socket_mode: int = 0o600
+    token: str = field(default="", repr=False)
+    """What a client has to know; empty: whoever can connect may use the store."""
+    lease_ms: int = 5000
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One thing that a person can set. ``parse`` takes what the file or the environment says, or raises ValueError."""
 
@@ -132,6 +143,21 @@ def _directories(value: object) -> tuple[Path, ...]:
     return directories
 
 
+def _path(value: object) -> Path:
+    path = Path(_text(value))
+    if not path.is_absolute():
+        raise ValueError("the path is not absolute")
+    return path
+
+
+def _mode(value: object) -> int:
+    """Permissions as ``chmod`` takes them; write access is what lets somebody in."""
+    mode = int(_text(value), 8)
+    if not 0o600 <= mode <= 0o666:
+        raise ValueError("none of 0600, 0660 and 0666")
+    return mode
+
+
 def _one_of(*choices: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if value not in choices:
@@ -169,7 +195,21 @@ SETTINGS = (
     Setting("redis.tls_ca_file", _text, "", '"/etc/ssl/kv/ca.pem"', "who signs the server's certificate"),
     Setting("redis.tls_cert_file", _text, "", '"/etc/ssl/kv/cert.pem"', "our certificate, where the server asks"),
     Setting("redis.tls_key_file", _text, "", '"/etc/ssl/kv/key.pem"', "the key of our certificate"),
+    Setting(
+        "server.socket",
+        _path,
+        str(machine.default_socket()),
+        '"/run/kvstore/kvstore.sock"',
+        "where the sidecar listens",
+    ),
+    Setting("server.socket_mode", _mode, "0600", '"0660"', "who may connect: its permissions"),
+    Setting(
+        "server.token", _text, "", '"..."', "what a client has to know; better in the environment than in the file"
+    ),
+    Setting("server.lease", _duration_ms, "5s", '"5s"', "a client that is silent for so long loses what it holds"),
 )
+
+SECRETS = {"redis.password", "server.token"}
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
@@ -186,6 +226,7 @@ class Config:
     max_age_s: int = 0
     """For namespaces that set none of their own; 0: no limit."""
     prefetch_deadline_ms: int = 1000
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(machine.default_socket()))
 
     @classmethod
     def load(cls, path: Path | None, environ: Mapping[str, str]) -> "Config":
@@ -208,6 +249,7 @@ class Config:
             policy=values["policy"],
             max_age_s=values["max_age"],
             prefetch_deadline_ms=values["prefetch_deadline"],
+            server=_server(values),
         )
 
     def validate_against_machine(self) -> None:
@@ -301,7 +343,7 @@ def _value(setting: Setting, given: Mapping[str, Given]) -> Any:
 def _written(key: str, value: object) -> str:
     if value is None:
         return ""
-    if key == "redis.password" and value:
+    if key in SECRETS and value:
         return '"***"'
     if isinstance(value, list):
         return "[" + ", ".join(_written(key, entry) for entry in value) + "]"
@@ -324,6 +366,15 @@ def _file(values: Mapping[str, Any], given: Mapping[str, Given]) -> FileConfig |
         capacity_bytes=values["file.capacity"],
         write_bytes_per_day=values["file.write_per_day"],
         admission=values["file.admission"],
+    )
+
+
+def _server(values: Mapping[str, Any]) -> ServerConfig:
+    return ServerConfig(
+        socket=values["server.socket"],
+        socket_mode=values["server.socket_mode"],
+        token=values["server.token"],
+        lease_ms=values["server.lease"],
     )
 
 

@@ -36,5 +36,9 @@ class TierUnavailableError(KVStoreError):
     """A tier could not be opened at all."""
 
 
+class WireError(KVStoreError):
+    """A message from another process cannot be used: out of order, out of bounds, or of nothing that is known."""
+
+
 class ClosedError(KVStoreError):
     """The store was used after ``close``."""

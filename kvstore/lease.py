@@ -15,6 +15,10 @@ Look = Callable[[Namespace, Sequence[int]], list[memoryview]]
 """The bytes of slots, for whoever asks for them."""
 
 
+def _always() -> bool:
+    return True
+
+
 class LeaseState(Enum):
     """HELD, then ENDED; a write lease may be QUARANTINED in between, while a copy may still touch its slots."""
 
@@ -74,6 +78,9 @@ class ReadLease:
     slots: list[int]
     look: Look
     end: Callable[["ReadLease"], None]
+    still_held: Callable[[], bool] = _always
+    """Whether the bytes are the blocks' to this moment: to be asked after the last copy. A store behind a wire takes a
+    lease back from a process that it has not heard of for long."""
     state: LeaseState = LeaseState.HELD
     _views: list[memoryview] | None = None
 

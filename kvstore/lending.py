@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.copies import Block, Copies
+from kvstore.errors import LayoutError
 from kvstore.level import Level
 from kvstore.mover import Mover
 from kvstore.namespace import Namespace
@@ -140,3 +141,9 @@ class Lending:
             for position, index in enumerate(indices):
                 transfer.outcomes[index] = None if position < num_started else Outcome.FULL
         return num_started
+
+
+def require_buffers(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
+    """Raises ``LayoutError`` unless there is a buffer for each key, long enough for a block."""
+    if len(buffers) < len(keys) or any(buffer.nbytes < ns.layout.block_bytes for buffer in buffers):
+        raise LayoutError(f"{len(keys)} blocks need a buffer each of at least {ns.layout.block_bytes} bytes")

@@ -44,6 +44,14 @@ def room_bytes(directories: Sequence[Path]) -> int:
     return free.f_bavail * free.f_frsize + held_bytes
 
 
+def default_socket() -> Path:
+    """Where this user's sidecar listens if nothing else is said: a directory that nobody else can write to."""
+    if os.geteuid() == 0:
+        return _ROOT / "run" / "kvstore" / "kvstore.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvstore-{os.geteuid()}"
+    return Path(runtime) / "kvstore" / "kvstore.sock"
+
+
 def disk_bytes(directory: Path) -> int:
     """The size of the file system under ``directory``, without what it reserves for root."""
     found = os.statvfs(existing(directory))

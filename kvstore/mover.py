@@ -133,6 +133,8 @@ class Mover:
         self._lanes: dict[str, Lane] = {}
         self._returned: deque[tuple[Lane, Ticket]] = deque()  # append and popleft are atomic
         self._wake = Event()
+        self.on_return: Callable[[], object] = _nothing
+        """Called in a mover thread when a copy has returned, for an owner that sleeps elsewhere than in ``wait``."""
 
     def add_lane(self, lane: Lane) -> None:
         """Open the way to a tier."""
@@ -219,6 +221,11 @@ class Mover:
                 ticket.outcomes = [Outcome.FAILED] * ticket.num_blocks
         self._returned.append((lane, ticket))
         self._wake.set()
+        self.on_return()
+
+
+def _nothing() -> None:
+    """Nobody sleeps elsewhere."""
 
 
 OVERDUE_GRACE_S = 0.05

@@ -15,7 +15,7 @@ from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
-from kvstore.lending import Lending, Transfer
+from kvstore.lending import Lending, Transfer, require_buffers
 from kvstore.level import Level
 from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
 from kvstore.namespace import Namespace
@@ -255,7 +255,7 @@ class Store:
         self._require_open()
         self._require_ours(ns)
         self._require_keys(ns, keys)
-        _require_buffers(ns, keys, buffers)
+        require_buffers(ns, keys, buffers)
         levels: Sequence[Level] = [self._memory] if self._memory else self._lower
         return self._lending.store_from(ns, keys, parent, buffers, deadline_s, levels)
 
@@ -265,7 +265,7 @@ class Store:
         """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each."""
         self._require_open()
         self._require_ours(ns)
-        _require_buffers(ns, chain, buffers)
+        require_buffers(ns, chain, buffers)
         return self._lending.load_into(ns, chain, buffers, deadline_s)
 
     # ---- time passes
@@ -278,6 +278,10 @@ class Store:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a copy returns, at most ``timeout_s``; ``poll`` then. For callers with nothing else to do."""
         self._mover.wait(timeout_s)
+
+    def notify(self, on_return: Callable[[], object]) -> None:
+        """Have ``on_return`` called, in some thread of the store, whenever a copy returns: it is time to ``poll``."""
+        self._mover.on_return = on_return
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until nothing is in flight, at most ``timeout_s``; whether that was reached."""
@@ -352,6 +356,10 @@ class Store:
                 self.stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)
         return self.stats.snapshot()
 
+    def offsets_bytes(self, ns: Namespace, slots: Sequence[int]) -> list[int]:
+        """Where each slot of RAM starts in the arena."""
+        return self._memory.offsets_bytes(ns.fingerprint, slots) if self._memory else []
+
     def check(self) -> None:
         """Prove the invariants of every level; raises AssertionError. For tests and operators."""
         for level in self._slot_levels():
@@ -382,10 +390,9 @@ class Store:
         return self._arena_tier.arena.view(offset_bytes, self._arena_tier.slot_bytes(ns.layout.block_bytes))
 
     def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
-        if self._memory is None or self._arena_tier is None or not slots:
+        if self._arena_tier is None or not slots:
             return []
-        offsets_bytes = self._memory.offsets_bytes(ns.fingerprint, slots)
-        return self._arena_tier.arena.views(offsets_bytes, ns.layout.block_bytes)
+        return self._arena_tier.arena.views(self.offsets_bytes(ns, slots), ns.layout.block_bytes)
 
     def _on_memory_evict(self, key: BlockKey, slot: int) -> None:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
@@ -425,11 +432,6 @@ class Store:
             raise LayoutError(
                 f"a key is of another namespace than that of model {ns.identity.model!r}; a bug of the caller"
             )
-
-
-def _require_buffers(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
-    if len(buffers) < len(keys) or any(buffer.nbytes < ns.layout.block_bytes for buffer in buffers):
-        raise LayoutError(f"{len(keys)} blocks need a buffer each of at least {ns.layout.block_bytes} bytes")
 
 
 _NOWHERE = Namespace(Identity("", b""), Layout("uint8", 1, 1, (1,), 1))

@@ -14,11 +14,11 @@ from connectors.torch_engine.transfers import Transfers
 from connectors.torch_engine.weights import open_checkpoint, tiny_checkpoint
 from gpu_io.device import copier_for
 from gpu_io.pages import PagedKV
+from kvstore.block_store import BlockStore
 from kvstore.hashing import Identity
 from kvstore.namespace import Namespace
 from kvstore.policy.lru import LRU
 from kvstore.pool import BlockPool
-from kvstore.store import Store
 from kvstore.weights import weights_digest
 
 TINY_SEED = 0
@@ -31,7 +31,7 @@ def open_engine(
     dtype: str = "float32",
     device: str = "cpu",
     salt: str = "",
-    store: Store | None = None,
+    store: BlockStore | None = None,
 ) -> tuple[Engine, ChatTokenizer | None]:
     """An engine for the checkpoint at ``path``, or for a generated tiny model, and its tokenizer if it has one.
 

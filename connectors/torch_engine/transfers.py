@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from connectors.plan import blocks_to_load, blocks_to_store
 from connectors.torch_engine.request import EngineRequest
 from gpu_io.copier import Copier, Ticket
+from kvstore.block_store import BlockStore
 from kvstore.lease import ReadLease, WriteLease
 from kvstore.namespace import Namespace
 from kvstore.pool import BlockPool
 from kvstore.promotion import Prefetch
-from kvstore.store import Store
 from kvstore.types import BlockKey
 
 COPY_POLL_S = 0.001
@@ -60,7 +60,7 @@ class Transfers:
     """The engine's side of the store. Owner thread only."""
 
     def __init__(
-        self, store: Store, namespace: Namespace, pool: BlockPool, copier: Copier, prefetch_timeout_s: float
+        self, store: BlockStore, namespace: Namespace, pool: BlockPool, copier: Copier, prefetch_timeout_s: float
     ) -> None:
         """``pool`` accounts for the pages that ``copier`` moves; ``on_evict`` is to be its hook."""
         self._store = store

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from kvstore.block_store import BlockStore
 from kvstore.errors import ClosedError, LayoutError, LeaseError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
@@ -50,22 +51,22 @@ class StoreContract:
     """What holds for any store."""
 
     @pytest.fixture
-    def store(self) -> Iterator[Store]:
+    def store(self) -> Iterator[BlockStore]:
         """An open, empty store; closed afterwards."""
         raise NotImplementedError
 
     @pytest.fixture
-    def ns(self, store: Store) -> Namespace:
+    def ns(self, store: BlockStore) -> Namespace:
         return store.open_namespace(IDENTITY, LAYOUT)
 
-    def test_what_was_committed_is_found_and_served(self, store: Store, ns: Namespace) -> None:
+    def test_what_was_committed_is_found_and_served(self, store: BlockStore, ns: Namespace) -> None:
         chain = chain_of(ns, 8)
         assert looked_up(store, chain).ready == 0
         put(store, ns, chain)
         assert looked_up(store, chain) == Lookup(8, 8, pending=False)
         assert served(store, chain) == 8
 
-    def test_nothing_is_found_before_it_is_committed(self, store: Store, ns: Namespace) -> None:
+    def test_nothing_is_found_before_it_is_committed(self, store: BlockStore, ns: Namespace) -> None:
         chain = chain_of(ns, 2)
         lease = store.reserve(ns, 2)
         assert looked_up(store, chain).found == 0
@@ -73,17 +74,17 @@ class StoreContract:
         store.abort(lease)
         assert looked_up(store, chain).found == 0
 
-    def test_a_result_is_the_longest_prefix(self, store: Store, ns: Namespace) -> None:
+    def test_a_result_is_the_longest_prefix(self, store: BlockStore, ns: Namespace) -> None:
         put(store, ns, chain_of(ns, 3))
         assert served(store, chain_of(ns, 9)) == 3
         assert served(store, chain_of(ns, 9)[1:]) == 2
         assert served(store, chain_of(ns, 9, first=1)) == 0
 
-    def test_an_empty_chain_is_an_empty_answer(self, store: Store) -> None:
+    def test_an_empty_chain_is_an_empty_answer(self, store: BlockStore) -> None:
         assert looked_up(store, []) == Lookup(0, 0, pending=False)
         assert served(store, []) == 0
 
-    def test_reserve_gives_what_there_is_and_takes_back_what_is_left(self, store: Store, ns: Namespace) -> None:
+    def test_reserve_gives_what_there_is_and_takes_back_what_is_left(self, store: BlockStore, ns: Namespace) -> None:
         for _ in range(3):
             lease = store.reserve(ns, 10**6)
             assert MIN_BLOCKS <= lease.num_blocks < 10**6
@@ -91,7 +92,7 @@ class StoreContract:
             assert all(view.nbytes == LAYOUT.block_bytes and not view.readonly for view in lease.views)
             store.abort(lease)
 
-    def test_a_lease_ends_once(self, store: Store, ns: Namespace) -> None:
+    def test_a_lease_ends_once(self, store: BlockStore, ns: Namespace) -> None:
         lease = store.reserve(ns, 1)
         store.abort(lease)
         with pytest.raises(LeaseError):
@@ -104,7 +105,7 @@ class StoreContract:
         with pytest.raises(LeaseError):
             store.release(read)
 
-    def test_the_slots_of_a_late_copy_are_nobody_elses(self, store: Store, ns: Namespace) -> None:
+    def test_the_slots_of_a_late_copy_are_nobody_elses(self, store: BlockStore, ns: Namespace) -> None:
         lease = store.reserve(ns, 10**6)
         views = lease.views
         store.quarantine(lease)
@@ -116,7 +117,7 @@ class StoreContract:
         put(store, ns, chain_of(ns, 1))
         assert served(store, chain_of(ns, 1)) == 1
 
-    def test_pinned_blocks_keep_their_bytes_while_others_come(self, store: Store, ns: Namespace) -> None:
+    def test_pinned_blocks_keep_their_bytes_while_others_come(self, store: BlockStore, ns: Namespace) -> None:
         chain = chain_of(ns, 4)
         put(store, ns, chain)
         with store.pin(chain) as lease:
@@ -124,19 +125,19 @@ class StoreContract:
                 put(store, ns, chain_of(ns, 16, first=number))
             assert [bytes(view) for view in lease.views] == [content(key) for key in chain]
 
-    def test_a_second_commit_changes_nothing(self, store: Store, ns: Namespace) -> None:
+    def test_a_second_commit_changes_nothing(self, store: BlockStore, ns: Namespace) -> None:
         chain = chain_of(ns, 2)
         put(store, ns, chain)
         with store.reserve(ns, 2) as lease:
             store.commit(lease, chain, None)
         assert served(store, chain) == 2
 
-    def test_keys_of_another_namespace_are_refused(self, store: Store, ns: Namespace) -> None:
+    def test_keys_of_another_namespace_are_refused(self, store: BlockStore, ns: Namespace) -> None:
         other = store.open_namespace(Identity("other", b""), LAYOUT)
         with store.reserve(ns, 1) as lease, pytest.raises(LayoutError):
             store.commit(lease, chain_of(other, 1), None)
 
-    def test_clear_forgets_one_namespace(self, store: Store, ns: Namespace) -> None:
+    def test_clear_forgets_one_namespace(self, store: BlockStore, ns: Namespace) -> None:
         other = store.open_namespace(Identity("other", b""), LAYOUT)
         put(store, ns, chain_of(ns, 2))
         put(store, other, chain_of(other, 2))
@@ -144,7 +145,7 @@ class StoreContract:
         assert served(store, chain_of(ns, 2)) == 0
         assert served(store, chain_of(other, 2)) == 2
 
-    def test_lent_buffers_are_stored_and_loaded(self, store: Store, ns: Namespace) -> None:
+    def test_lent_buffers_are_stored_and_loaded(self, store: BlockStore, ns: Namespace) -> None:
         chain = chain_of(ns, 5)
         stored = store.store_from(ns, chain, None, [memoryview(content(key)) for key in chain], soon())
         assert finished(store, stored).num_blocks == 5
@@ -153,11 +154,11 @@ class StoreContract:
         assert finished(store, loaded).num_blocks == 5
         assert [bytes(buffer) for buffer in lent[:5]] == [content(key) for key in chain]
 
-    def test_buffers_that_are_too_short_are_refused(self, store: Store, ns: Namespace) -> None:
+    def test_buffers_that_are_too_short_are_refused(self, store: BlockStore, ns: Namespace) -> None:
         with pytest.raises(LayoutError):
             store.store_from(ns, chain_of(ns, 1), None, [memoryview(b"short")], soon())
 
-    def test_a_prefetch_ends_whatever_there_is(self, store: Store, ns: Namespace) -> None:
+    def test_a_prefetch_ends_whatever_there_is(self, store: BlockStore, ns: Namespace) -> None:
         put(store, ns, chain_of(ns, 2))
         for chain in (chain_of(ns, 2), chain_of(ns, 6), chain_of(ns, 3, first=5)):
             prefetch = store.prefetch(chain, time.monotonic() + 0.2)
@@ -166,7 +167,7 @@ class StoreContract:
                 store.poll()
             assert prefetch.ready == looked_up(store, chain).ready
 
-    def test_a_closed_store_says_so(self, store: Store, ns: Namespace) -> None:
+    def test_a_closed_store_says_so(self, store: BlockStore, ns: Namespace) -> None:
         store.close()
         store.close()
         with pytest.raises(ClosedError):
@@ -188,7 +189,7 @@ def content(key: BlockKey) -> bytes:
     return np.random.default_rng(list(key)).bytes(LAYOUT.block_bytes)
 
 
-def looked_up(store: Store, chain: Sequence[BlockKey]) -> Lookup:
+def looked_up(store: BlockStore, chain: Sequence[BlockKey]) -> Lookup:
     """The answer, asked for until it is one."""
     give_up_s = soon()
     while (found := store.lookup(chain)).pending:
@@ -198,7 +199,7 @@ def looked_up(store: Store, chain: Sequence[BlockKey]) -> Lookup:
     return found
 
 
-def put(store: Store, ns: Namespace, chain: Sequence[BlockKey]) -> None:
+def put(store: BlockStore, ns: Namespace, chain: Sequence[BlockKey]) -> None:
     """Compute and commit what RAM lacks of a chain, as far as there is room."""
     store.arrive(Request("r", time.time(), ns.digest, 0), chain)
     ready = looked_up(store, chain).ready
@@ -211,7 +212,7 @@ def put(store: Store, ns: Namespace, chain: Sequence[BlockKey]) -> None:
     store.poll()
 
 
-def served(store: Store, chain: Sequence[BlockKey]) -> int:
+def served(store: BlockStore, chain: Sequence[BlockKey]) -> int:
     """Prefetch, pin, check every byte; how many blocks that were."""
     prefetch = store.prefetch(chain, soon())
     while not prefetch.done:
@@ -222,7 +223,7 @@ def served(store: Store, chain: Sequence[BlockKey]) -> int:
         return lease.num_blocks
 
 
-def finished(store: Store, transfer: Transfer) -> Transfer:
+def finished(store: BlockStore, transfer: Transfer) -> Transfer:
     """The transfer, when it has given the buffers back."""
     give_up_s = soon()
     while not transfer.done or transfer.busy:

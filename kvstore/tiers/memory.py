@@ -24,24 +24,29 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14; the mmap module has
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Arena:
-    """A shared mapping of ``capacity_bytes``, on huge pages where enough are reserved, prefaulted in the background."""
+class Mapping:
+    """``capacity_bytes`` of shared memory as this process sees them, prefaulted in the background."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        """Map the memory. Raises ``ConfigError`` if the kernel refuses."""
+    def __init__(self, fd: int, capacity_bytes: int) -> None:
+        """Map the file ``fd``, which is this object's from now on. Raises ``OSError`` if the kernel refuses."""
+        self.fd = fd
         self.capacity_bytes = capacity_bytes
-        self.fd, self.page_bytes = _memfd(capacity_bytes)
         try:
-            self._map = mmap.mmap(self.fd, -(-capacity_bytes // self.page_bytes) * self.page_bytes)
-        except (OSError, ValueError) as error:
-            os.close(self.fd)
-            raise ConfigError(
-                f"cannot map {capacity_bytes} bytes of memory: {error}; lower memory.capacity or the container's limits"
-            ) from error
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        except ValueError as error:  # larger than the file
+            os.close(fd)
+            raise OSError(str(error)) from error
+        except OSError:
+            os.close(fd)
+            raise
         self._view = memoryview(self._map)
         self._closing = threading.Event()
         self._prefault = threading.Thread(target=self._touch_pages, name="kvstore-prefault", daemon=True)
         self._prefault.start()
+
+    def keep_from_children(self) -> None:
+        """Processes that this one forks do not get the mapping: what they hold on to would outlive this process."""
+        self._map.madvise(mmap.MADV_DONTFORK)
 
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Writable bytes of the arena; valid until ``close``."""
@@ -76,6 +81,20 @@ class Arena:
             step = min(_PREFAULT_STEP_BYTES, len(self._view) - offset)
             if _LIBC.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(step), _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: pages come at their first use
+
+
+class Arena(Mapping):
+    """Memory for blocks in a memfd of its own, on huge pages where enough are reserved."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Make the memory. Raises ``ConfigError`` if the kernel refuses."""
+        fd, self.page_bytes = _memfd(capacity_bytes)
+        try:
+            super().__init__(fd, capacity_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot map {capacity_bytes} bytes of memory: {error}; lower memory.capacity or the container's limits"
+            ) from error
 
 
 class MemoryTier:

@@ -26,6 +26,6 @@ def test_the_store_starts_without_torch(module: str) -> None:
     assert not {"torch", "transformers", "gguf", "safetensors"} & set(loaded)
 
 
-@pytest.mark.parametrize("module", ["typer", "rich", "prometheus_client"])
-def test_only_the_command_line_and_the_exposition_pay_for_what_they_use(module: str) -> None:
+@pytest.mark.parametrize("module", ["typer", "rich", "prometheus_client", "grpc"])
+def test_only_the_edges_pay_for_what_they_use(module: str) -> None:
     assert module not in run_python("import sys, kvstore.store; print(*sys.modules)").split()

@@ -1,10 +1,12 @@
-"""The embedded store passes the suite: over RAM alone, over every tier, and when each answer comes late."""
+"""Every store passes the suite: over RAM alone, over every tier, when each answer comes late, and in a sidecar."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvstore.client.store_client import StoreClient
 from kvstore.config import Config
 from kvstore.opening import open_store
 from kvstore.store import Store
@@ -12,6 +14,7 @@ from kvstore.testing.store_contract import LateStore, StoreContract
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.memory import Arena, MemoryTier
 from tests.real_stores import config_of
+from tests.sidecars import Sidecar, sidecar
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,19 @@ class TestStoreThatIsAlwaysLate(StoreContract):
         store = LateStore(memory=MemoryTier(Arena(4 << 20)), config=config)
         yield store
         store.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Sidecar]:
+    with sidecar() as served:
+        yield served
+
+
+class TestStoreInASidecar(StoreContract):
+    @pytest.fixture
+    def store(self, served: Sidecar) -> Iterator[StoreClient]:
+        client = served.client()
+        yield client
+        client.close()
+        with closing(served.client()) as cleaner:
+            cleaner.evict(10**6)

@@ -1,0 +1,1 @@
+"""What travels between a sidecar and its clients: generated from ``protos`` by ``make protos``."""

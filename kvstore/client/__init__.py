@@ -1,0 +1,1 @@
+"""A store in another process, used like one of one's own."""

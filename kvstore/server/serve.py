@@ -1,0 +1,141 @@
+"""The sidecar as a process: open the store, listen, and on SIGTERM let everything in flight come to an end."""
+
+import asyncio
+import contextlib
+import fcntl
+import hmac
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from kvstore import __version__
+from kvstore.api.v1 import kvstore_pb2 as api
+from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
+from kvstore.config import Config
+from kvstore.errors import ConfigError, OwnershipError
+from kvstore.opening import open_store
+from kvstore.server.clients import Clients
+from kvstore.server.handshake import Handshake
+from kvstore.server.service import Service
+from kvstore.store import Store
+from kvstore.wire import MAX_MESSAGE_BYTES, arena_socket
+
+SERVICE = api.DESCRIPTOR.services_by_name["KVStore"].full_name
+STOP_GRACE_S = 1.0
+MAX_SOCKET_PATH_BYTES = 107
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` where it cannot start."""
+    os.umask(0o077)
+    with _owned(config.server.socket):
+        store = open_store(config)
+        try:
+            asyncio.run(_serve_until_told(store, config))
+        finally:
+            store.close()
+
+
+async def _serve_until_told(store: Store, config: Config) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    async with serving(store, config):
+        _log.info("ready: %s", config.server.socket)
+        await told.wait()
+        _log.info("told to stop: letting copies end")
+
+
+@asynccontextmanager
+async def serving(store: Store, config: Config) -> AsyncIterator[None]:
+    """Serve ``store`` on the running event loop, which is its owner thread."""
+    if store.arena is None:
+        raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
+    clients = Clients(store, time.monotonic)
+    service = Service(store, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
+    health = HealthServicer()
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    add_KVStoreServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection([SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server)
+    path = config.server.socket
+    if server.add_insecure_port(f"unix:{path}") == 0:
+        raise ConfigError(f"cannot listen at {path}; set server.socket to a path in a directory of ours")
+    handshake = Handshake(arena_socket(path), store.arena, clients, _admits(config.server.token))
+    running = asyncio.create_task(service.run())
+    try:
+        handshake.start(config.server.socket_mode)
+        await server.start()
+        os.chmod(path, config.server.socket_mode)
+        await _say(health, health_pb2.HealthCheckResponse.SERVING)
+        yield
+    finally:
+        await _say(health, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.stop(STOP_GRACE_S)
+        await handshake.close()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def _admits(wanted: str) -> Callable[[str], bool]:
+    """Whether a token is the one that is wanted, in a time that does not tell how much of it was right."""
+    return lambda token: hmac.compare_digest(token.encode(), wanted.encode())
+
+
+async def _say(health: HealthServicer, status: int) -> None:
+    for name in ("", SERVICE):
+        await health.set(name, status)
+
+
+@contextmanager
+def _owned(path: Path) -> Iterator[None]:
+    """Be the only server at ``path``; makes its directory, for us alone, where there is none."""
+    if len(os.fsencode(arena_socket(path))) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"server.socket {path} is too long for a socket: the kernel takes {MAX_SOCKET_PATH_BYTES} bytes"
+        )
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o002:
+        raise OwnershipError(
+            f"{path.parent} is another user's, or anybody may write to it: set server.socket elsewhere"
+        )
+    lock = path.with_name(path.name + ".lock")
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise OwnershipError(
+                f"{path} is served by process {file.read().strip() or '?'} already; use that one, or set server.socket"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)

@@ -1,0 +1,109 @@
+"""The gRPC service: streams of sessions over one store. Everything runs on the event loop, which owns the tables."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvstore.api.v1 import kvstore_pb2 as api
+from kvstore.api.v1.kvstore_pb2_grpc import KVStoreServicer
+from kvstore.errors import WireError
+from kvstore.server.clients import LEASE_TICKS, Clients
+from kvstore.store import Store
+
+POLL_INTERVAL_S = 0.05
+"""Copies announce themselves; this is for deadlines."""
+
+_log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[api.SessionRequest, api.SessionReply]
+
+
+class Service(KVStoreServicer):
+    """Sessions, and the loop that applies what the mover's threads return."""
+
+    def __init__(self, store: Store, clients: Clients, server_id: bytes, version: str, lease_ms: int) -> None:
+        self._store = store
+        self._clients = clients
+        self._registered = api.Registered(server=server_id, version=version, lease_ms=lease_ms)
+        self._tick_s = lease_ms / 1000 / LEASE_TICKS
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Poll the store and tick until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._store.notify(lambda: loop.call_soon_threadsafe(self._wake.set))
+        await asyncio.gather(self._poll_forever(), self._tick_forever())
+
+    async def _poll_forever(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(POLL_INTERVAL_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            self._store.poll()
+            for session in self._clients.sessions():
+                for reply in session.poll():
+                    session.send(reply)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            self._clients.tick()
+
+    async def Session(self, requests: AsyncIterator[api.SessionRequest], context: Context) -> None:  # noqa: N802 - the proto's name
+        """Handle a client's requests in order, for as long as its stream lasts."""
+        stream = _Stream(context)
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        try:
+            session = self._clients.register(first.register, stream.send_soon, stream.end)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        try:
+            await stream.send(api.SessionReply(call=first.call, registered=self._registered))
+            async for request in requests:
+                reply = session.handle(request)
+                if reply is not None:
+                    await stream.send(reply)
+        finally:
+            stream.is_over = True
+            self._clients.end(session)
+
+
+class _Stream:
+    """The replies of one session, one at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._turn = asyncio.Lock()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._handler = asyncio.current_task()
+        self.is_over = False
+
+    async def send(self, reply: api.SessionReply) -> None:
+        """Send, when it is this reply's turn."""
+        async with self._turn:
+            await self._context.write(reply)
+
+    def send_soon(self, reply: api.SessionReply) -> None:
+        """Send without waiting; lost if the stream ends first."""
+        task = asyncio.get_running_loop().create_task(self._send_unless_over(reply))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    def end(self) -> None:
+        """End the stream from this side."""
+        if not self.is_over and self._handler is not None:
+            self._handler.cancel()
+
+    async def _send_unless_over(self, reply: api.SessionReply) -> None:
+        try:
+            if not self.is_over:
+                await self.send(reply)
+        except (asyncio.CancelledError, grpc.aio.UsageError, grpc.aio.BaseError):
+            _log.debug("a reply found its stream ended")

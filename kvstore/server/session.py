@@ -1,0 +1,225 @@
+"""What one client holds while its stream lasts, and what it may ask. Owner thread only; nothing here waits.
+
+Requests are handled one after the other, in the order in which they were sent: a lease's end never overtakes its
+beginning, however late an answer was.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvstore.api.v1 import kvstore_pb2 as api
+from kvstore.errors import KVStoreError, WireError
+from kvstore.lease import LeaseState, ReadLease, WriteLease
+from kvstore.namespace import Namespace
+from kvstore.promotion import Prefetch
+from kvstore.store import Store
+from kvstore.types import BlockKey
+from kvstore.wire import unpack_chain, unpack_identity, unpack_layout, unpack_request
+
+CLIENT_BYTES = 16
+MAX_NAMESPACES = 1024
+MAX_LEASES = 16384
+MAX_PREFETCHES = 4096
+MAX_PREFETCH_MS = 600_000
+
+Reply = api.SessionReply
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """One process that maps the arena."""
+
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(CLIENT_BYTES))
+    """Drawn by chance, so that nobody else can speak for it."""
+    incarnation: int = 0
+    session: "Session | None" = None
+    quarantined: list[WriteLease] = field(default_factory=list)
+    """What earlier sessions left behind unnamed: the process may still write there."""
+
+    def acknowledge(self, store: Store) -> None:
+        """Nothing of the process writes there any more."""
+        for lease in self.quarantined:
+            store.reclaim(lease)
+        self.quarantined.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One stream of one client. What it holds ends in ``close``."""
+
+    store: Store
+    clock: Callable[[], float]
+    client: Client
+    send: Callable[[api.SessionReply], None]
+    """Sends a reply soon."""
+    end_stream: Callable[[], None]
+    """Ends the stream, from this side."""
+    namespaces: dict[int, Namespace] = field(default_factory=dict)
+    reads: dict[int, ReadLease] = field(default_factory=dict)
+    writes: dict[int, WriteLease] = field(default_factory=dict)
+    prefetches: dict[int, Prefetch] = field(default_factory=dict)
+    num_pings: int = 0
+    last_pong: int = 0
+    idle_ticks: int = 0
+    """Ticks since the last pong."""
+
+    def handle(self, request: api.SessionRequest) -> Reply | None:
+        """Do what is asked; None where no answer is due, or not yet."""
+        what = request.WhichOneof("what")
+        handler = HANDLERS.get(what or "")
+        try:
+            if handler is None:
+                raise WireError(f"request {what} is not known here: client and server are too far apart")
+            reply = handler(self, request)
+        except KVStoreError as error:
+            self.store.stats.inc("kvstore_errors_total", 1, f"server.{what}")
+            reply = Reply(refused=api.Refused(reason=str(error)))
+        if reply is None or not request.call:
+            return None
+        reply.call = request.call
+        return reply
+
+    def poll(self) -> Iterator[Reply]:
+        """Answers that have become due."""
+        for call in [call for call, prefetch in self.prefetches.items() if prefetch.done]:
+            yield _prefetched(call, self.prefetches.pop(call))
+
+    def close(self) -> list[WriteLease]:
+        """End every pin; returns the leases whose slots the client may still write to."""
+        for read in self.reads.values():
+            self.store.release(read)
+        self.reads.clear()
+        unfinished = list(self.writes.values())
+        self.writes.clear()
+        self.prefetches.clear()
+        return unfinished
+
+    # ---- requests
+
+    def _pong(self, request: api.SessionRequest) -> None:
+        self.last_pong = request.pong.number
+        self.idle_ticks = 0
+
+    def _open_namespace(self, request: api.SessionRequest) -> Reply:
+        opening = request.open_namespace
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            raise WireError(f"a session opens at most {MAX_NAMESPACES} namespaces")
+        identity, layout = unpack_identity(opening.identity), unpack_layout(opening.layout)
+        max_age_s = opening.max_age_s if opening.HasField("max_age_s") else None
+        self.namespaces[opening.namespace] = self.store.open_namespace(identity, layout, max_age_s=max_age_s)
+        return Reply(done=api.Done())
+
+    def _arrive(self, request: api.SessionRequest) -> Reply:
+        ns, chain = self._chain(request.arrive.chain)
+        keep = self.store.arrive(unpack_request(ns.digest, request.arrive.request), chain)
+        return Reply(arrived=api.Arrived(keep=keep))
+
+    def _finish(self, request: api.SessionRequest) -> None:
+        ns, chain = self._chain(request.finish.chain)
+        self.store.finish(unpack_request(ns.digest, request.finish.request), chain, request.finish.output_tokens)
+
+    def _lookup(self, request: api.SessionRequest) -> Reply:
+        found = self.store.lookup(self._chain(request.lookup.chain)[1])
+        return Reply(found=api.Found(ready=found.ready, found=found.found, pending=found.pending))
+
+    def _prefetch(self, request: api.SessionRequest) -> Reply | None:
+        if len(self.prefetches) >= MAX_PREFETCHES:
+            raise WireError(f"a session has at most {MAX_PREFETCHES} prefetches under way")
+        _, chain = self._chain(request.prefetch.chain)
+        deadline_s = self.clock() + min(request.prefetch.budget_ms, MAX_PREFETCH_MS) / 1000
+        prefetch = self.store.prefetch(chain, deadline_s)
+        if prefetch.done:
+            return _prefetched(request.call, prefetch)
+        if request.call:
+            self.prefetches[request.call] = prefetch
+        return None
+
+    def _pin(self, request: api.SessionRequest) -> Reply:
+        self._require_room(request.call)
+        ns, chain = self._chain(request.pin.chain)
+        lease = self.store.pin(chain)
+        if not lease.slots:
+            return Reply(leased=api.Leased())
+        self.reads[request.call] = lease
+        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, lease.slots)))
+
+    def _reserve(self, request: api.SessionRequest) -> Reply:
+        self._require_room(request.call)
+        ns = self._namespace(request.reserve.namespace)
+        lease = self.store.reserve(ns, request.reserve.num_blocks)
+        if not lease.slots:
+            return Reply(leased=api.Leased())
+        self.writes[request.call] = lease
+        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, lease.slots)))
+
+    def _commit(self, request: api.SessionRequest) -> Reply:
+        commit = request.commit
+        lease = self.writes.get(commit.lease)
+        if lease is None:
+            raise WireError(f"commit of lease {commit.lease}, which this session does not hold")
+        ns, keys = self._chain(commit.chain)
+        parent = BlockKey(ns.digest + commit.parent) if commit.parent else None
+        committed = self.store.commit(lease, keys, parent)
+        if lease.state is LeaseState.ENDED:
+            del self.writes[commit.lease]
+        accepted = [index for index, key in enumerate(keys) if key in committed.accepted] if committed.accepted else []
+        offsets_bytes = self.store.offsets_bytes(ns, committed.slots)
+        return Reply(committed=api.Committed(offsets_bytes=offsets_bytes, accepted=accepted))
+
+    def _end_leases(self, request: api.SessionRequest) -> None:
+        for call in request.end_leases.leases:
+            if (read := self.reads.pop(call, None)) is not None:
+                self.store.release(read)
+            if (write := self.writes.pop(call, None)) is not None:
+                self.store.abort(write)
+
+    def _clear(self, request: api.SessionRequest) -> Reply:
+        num_blocks = self.store.clear(self._namespace(request.clear.namespace))
+        return Reply(counted=api.Counted(num_blocks=num_blocks))
+
+    def _evict(self, request: api.SessionRequest) -> Reply:
+        return Reply(counted=api.Counted(num_blocks=self.store.evict(request.evict.num_blocks)))
+
+    def _acknowledge(self, request: api.SessionRequest) -> None:
+        self.client.acknowledge(self.store)
+
+    # ---- the inside
+
+    def _namespace(self, number: int) -> Namespace:
+        ns = self.namespaces.get(number)
+        if ns is None:
+            raise WireError(f"namespace {number} was not opened in this session, or its opening was refused")
+        return ns
+
+    def _chain(self, chain: api.Chain) -> tuple[Namespace, list[BlockKey]]:
+        ns = self._namespace(chain.namespace)
+        return ns, unpack_chain(ns.digest, chain)
+
+    def _require_room(self, call: int) -> None:
+        if call == 0 or call in self.reads or call in self.writes:
+            raise WireError(f"call {call} cannot begin a lease: its number is none or in use")
+        if len(self.reads) + len(self.writes) >= MAX_LEASES:
+            raise WireError(f"a session holds at most {MAX_LEASES} leases")
+
+
+def _prefetched(call: int, prefetch: Prefetch) -> Reply:
+    return Reply(call=call, prefetched=api.Prefetched(ready=prefetch.ready, blocks_from=prefetch.blocks_from))
+
+
+HANDLERS: dict[str, Callable[[Session, api.SessionRequest], Reply | None]] = {
+    "pong": Session._pong,
+    "open_namespace": Session._open_namespace,
+    "arrive": Session._arrive,
+    "finish": Session._finish,
+    "lookup": Session._lookup,
+    "prefetch": Session._prefetch,
+    "pin": Session._pin,
+    "reserve": Session._reserve,
+    "commit": Session._commit,
+    "end_leases": Session._end_leases,
+    "clear": Session._clear,
+    "evict": Session._evict,
+    "acknowledge": Session._acknowledge,
+}
+"""What a session may ask, by the name of the request's field."""
