@@ -1,6 +1,7 @@
 """The header that makes a block outside RAM self-describing. Pure.
 
-256 bytes, little-endian; the last eight are the xxh3-64 of the rest. A block is served only if every field fits what
+256 bytes, little-endian; the last eight are the xxh3-64 of the rest. It lies before the payload where a block is one
+value, and in the table of slots where payloads lie in slots. A block is served only if every field fits what
 was asked for and the stored payload hashes to ``checksum``. xxh3 finds damage, not tampering.
 """
 
@@ -15,9 +16,12 @@ HEADER_BYTES = 256
 MAGIC = b"TKVBLOCK"
 VERSION = 1
 
-_FIELDS = struct.Struct("<8sHBBBx16s64s64sQQQQQ")
+_FIELDS = struct.Struct("<8sHBBBx16s64s64sQQQQQQ")
 _TRAILER = struct.Struct("<Q")
 _BODY_BYTES = HEADER_BYTES - _TRAILER.size
+
+KEY_LENGTH_OFFSET = struct.calcsize("<8sHB")
+SEQUENCE_OFFSET = _FIELDS.size - struct.calcsize("<Q")
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
@@ -42,6 +46,8 @@ class Header:
     codec_id: int = 0
     expires_unix_s: int = 0
     """When the block must be gone, whoever reads it; 0: never."""
+    sequence: int = 0
+    """Rises from write to write, over restarts too, where a tier keeps the order; else 0."""
 
     def pack(self) -> bytes:
         """The header's 256 bytes."""
@@ -59,6 +65,7 @@ class Header:
             self.checksum,
             self.created_unix_s,
             self.expires_unix_s,
+            self.sequence,
         ).ljust(_BODY_BYTES, b"\0")
         return body + _TRAILER.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -72,7 +79,7 @@ def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
         return Outcome.ABSENT
     body = bytes(data[:_BODY_BYTES])
     fields = _FIELDS.unpack_from(body)
-    _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, created, expires = fields
+    _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, *times = fields
     if version != VERSION:
         return Outcome.FOREIGN
     (trailer,) = _TRAILER.unpack_from(data, _BODY_BYTES)
@@ -85,9 +92,10 @@ def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
         block_bytes=block,
         stored_bytes=stored,
         checksum=check,
-        created_unix_s=created,
+        created_unix_s=times[0],
         codec_id=codec_id,
-        expires_unix_s=expires,
+        expires_unix_s=times[1],
+        sequence=times[2],
     )
 
 

@@ -1,9 +1,9 @@
 """NVMe: self-describing blocks in slots of preallocated files, moved past the page cache straight from and into arenas.
 
-A slot is a page with the block's header, then the payload in whole pages; slots that lie side by side move in one
-operation. The order of a write is: clear the table's entry, write header and payload, write the entry. So a kill at any
-moment loses at most the blocks being written. A read believes the header and the payload's checksum, and nothing else.
-Nothing is synced: a power failure may lose blocks, and what it left half-written does not verify.
+A slot is the payload in whole pages, its header lies in the slot table; slots that lie side by side move in one
+operation. The order of a write is: clear the header, write the payload, write the header. So a kill at any moment loses
+at most the blocks being written. A read believes the header and the payload's checksum in it, and nothing else. Nothing
+is synced: a power failure may lose blocks, and a payload that is not that of its header does not verify.
 
 Rule 1: no call raises for a block's sake; an error of the disk costs the blocks it hit, and is logged once.
 Rule 2: a full disk is FULL and no failure: blocks go on being written where the file owns its space, and growing is
@@ -23,22 +23,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from kvstore import machine
+from kvstore import header, machine
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailableError
-from kvstore.header import HEADER_BYTES
+from kvstore.header import Header
 from kvstore.quantity import format_size
 from kvstore.tiers import file_slot, superblock
 from kvstore.tiers.base import BlockMove, StoredBlock
-from kvstore.tiers.direct_io import HeaderPages, bounce, in_place
+from kvstore.tiers.direct_io import bounce, in_place
 from kvstore.tiers.file_directory import Directory, Pause
-from kvstore.tiers.file_geometry import (
-    PAGE_BYTES,
-    Geometry,
-    Place,
-    budget_slot_bytes,
-    stride_bytes_for,
-)
-from kvstore.tiers.file_slot import MAX_RUN_BLOCKS, Run, runs
+from kvstore.tiers.file_geometry import Geometry, Place, budget_slot_bytes, stride_bytes_for
+from kvstore.tiers.file_slot import Run, runs
 from kvstore.tiers.os_files import OsFiles
 from kvstore.tiers.slot_table import ExtentLayout
 from kvstore.tiers.write_ledger import WriteLedger
@@ -78,8 +72,6 @@ class FileTier:
         self._guard, self._ledger_guard = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         self._repairs = Pause(clock)
-        self._header_pages = HeaderPages(MAX_RUN_BLOCKS)
-        self._zeros = bounce(PAGE_BYTES)
         self._sequence = itertools.count(int(wall_clock() * 1e9))
         with ExitStack() as undo:
             try:
@@ -97,7 +89,7 @@ class FileTier:
     # ---- the protocol of a tier
 
     def slot_bytes(self, block_bytes: int) -> int:
-        """A page for the header, the payload in whole pages, and the entry in the slot table."""
+        """The payload in whole pages, and the header in the slot table."""
         return budget_slot_bytes(block_bytes)
 
     def write(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
@@ -124,7 +116,7 @@ class FileTier:
         return outcomes
 
     def erase(self, moves: Sequence[BlockMove]) -> None:
-        """Clear the table's entry and the header of each block that is still in its slot."""
+        """Clear the header of each block that is still in its slot."""
         for run in runs(moves, self._geometry):
             with self._directories[run.first.directory].held() as directory:
                 if directory is not None:
@@ -264,51 +256,43 @@ class FileTier:
 
     def _write_at_once(self, directory: Directory, run: Run) -> None:
         first, block_bytes = run.first, run.layout.block_bytes
+        headers = [file_slot.seal(move, next(self._sequence)) for move in run.moves]
         directory.table.clear(first.extent, first.slot, len(run))
-        buffers: list[memoryview] = []
-        with self._header_pages.lent() as pages:
-            for page, move in zip(pages, run.moves, strict=False):
-                page[:HEADER_BYTES] = file_slot.seal(move)
-                payload = in_place(move.buffer, block_bytes)
-                if payload is None:
-                    payload = bounce(block_bytes)
-                    payload[:block_bytes] = move.buffer[:block_bytes]
-                buffers += (page, payload)
-            written = directory.write(buffers, run.file_offset_bytes)
+        written = directory.write(
+            [_filled_pages(move.buffer, block_bytes) for move in run.moves], run.file_offset_bytes
+        )
         if written != len(run) * run.grid.file_slot_bytes:
             raise OSError(errno.EIO, f"only {written} bytes were written")
         directory.writes.resume()
-        entries = [file_slot.entry(move, next(self._sequence)) for move in run.moves]
-        directory.table.put(first.extent, first.slot, entries)
+        directory.table.put(first.extent, first.slot, headers)
 
     def _read_run(self, directory: Directory, run: Run) -> list[Outcome]:
+        """Read the payloads of the run in one operation; where that fails, each by itself."""
+        first, block_bytes = run.first, run.layout.block_bytes
         if directory.is_lost:
             return [Outcome.ABSENT] * len(run)
-        block_bytes = run.layout.block_bytes
-        with self._header_pages.lent() as pages:
+        num_bytes = -1
+        try:
+            now_unix_s = self._wall_clock()
+            found = [
+                file_slot.expected(data, move, now_unix_s)
+                for data, move in zip(
+                    directory.table.headers(first.extent, first.slot, len(run)), run.moves, strict=True
+                )
+            ]
+            outcomes = [outcome for outcome in found if isinstance(outcome, Outcome)]
+            if len(outcomes) == len(run):
+                return outcomes
             payloads = [in_place(move.buffer, block_bytes) or bounce(block_bytes) for move in run.moves]
-            buffers = [buffer for pair in zip(pages, payloads, strict=False) for buffer in pair]
-            try:
-                num_bytes = directory.read(buffers, run.file_offset_bytes)
-            except OSError as error:
-                directory.report("reading", error)
-                num_bytes = -1
+            num_bytes = directory.read(payloads, run.file_offset_bytes)
+        except OSError as error:
+            directory.report("reading", error)
+        else:
             if num_bytes == len(run) * run.grid.file_slot_bytes:
-                return [self._admit(*of_block) for of_block in zip(pages, payloads, run.moves, strict=False)]
+                return [_admit(*of_block) for of_block in zip(found, payloads, run.moves, strict=True)]
         if len(run) > 1:
             return [outcome for single in run.singles() for outcome in self._read_run(directory, single)]
-        if num_bytes < 0:
-            return [Outcome.FAILED]
-        # What is not there reads as nothing: no header is no block, and a block without its end is a broken one.
-        return [Outcome.DAMAGED if num_bytes >= PAGE_BYTES else Outcome.ABSENT]
-
-    def _admit(self, page: memoryview, pages: memoryview, move: BlockMove) -> Outcome:
-        """Verify what was read, and bring it into the buffer if it is not there yet."""
-        payload = pages[: move.layout.block_bytes]
-        outcome = file_slot.admit(page, payload, move, self._wall_clock())
-        if outcome is Outcome.OK and pages.obj is not move.buffer.obj:
-            move.buffer[: len(payload)] = payload
-        return outcome
+        return [Outcome.FAILED if num_bytes < 0 else Outcome.DAMAGED]
 
     def _erase(self, directory: Directory, run: Run) -> None:
         """Erase the one block of ``run``, unless its slot or extent has been given to another."""
@@ -316,20 +300,11 @@ class FileTier:
         if directory.table.layout(place.extent) != run.layout:
             return
         try:
-            entry = directory.table.entry(place.extent, place.slot)
-            if entry is not None and entry.key != move.key:
-                return
-            if entry is None and not self._holds(directory, run):
-                return
-            directory.table.clear(place.extent, place.slot)
-            directory.write([self._zeros], run.file_offset_bytes)
+            found = header.parse(directory.table.headers(place.extent, place.slot, 1)[0])
+            if found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key):
+                directory.table.clear(place.extent, place.slot)
         except OSError as error:
             directory.report("erasing", error)
-
-    def _holds(self, directory: Directory, run: Run) -> bool:
-        with self._header_pages.lent() as pages:
-            num_bytes = directory.read(pages[:1], run.file_offset_bytes)
-            return num_bytes == PAGE_BYTES and file_slot.holds(pages[0], run.moves[0])
 
     def _rows(self, directory: Directory) -> Iterator[tuple[int, Directory, int, int, bytes]]:
         """Sequence, directory, extent, index and bytes of every entry in a table."""
@@ -344,6 +319,28 @@ class FileTier:
     def _num_slots(self, directory: Directory, extent: int) -> int:
         layout = directory.table.layout(extent)
         return 0 if layout is None else self._geometry.grid(layout.block_bytes).num_slots(directory.number, extent)
+
+
+def _filled_pages(buffer: memoryview, block_bytes: int) -> memoryview:
+    """Whole pages that begin with the block in ``buffer``: those it lies on, or fresh ones."""
+    pages = in_place(buffer, block_bytes)
+    if pages is None:
+        pages = bounce(block_bytes)
+        pages[:block_bytes] = buffer[:block_bytes]
+    return pages
+
+
+def _admit(found: Header | Outcome, pages: memoryview, move: BlockMove) -> Outcome:
+    """Verify what was read, and bring it into the buffer if it is not there yet."""
+    if isinstance(found, Outcome):
+        return found
+    payload = pages[: found.block_bytes]
+    if found.checksum != header.checksum(payload):
+        return Outcome.DAMAGED
+    move.created_unix_s = found.created_unix_s
+    if pages.obj is not move.buffer.obj:
+        move.buffer[: len(payload)] = payload
+    return Outcome.OK
 
 
 def _check_room(directories: Sequence[Path], capacity_bytes: int) -> None:

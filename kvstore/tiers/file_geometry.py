@@ -1,8 +1,8 @@
 """Where a slot of the file tier's budget lies: in which directory, and where in its files. Pure arithmetic.
 
-A slot takes a page for its header, whole pages for its payload, and its entry in the slot table. The budget counts all
-three, so that a full tier takes its capacity on disk and not a byte more. That is why slots do not start on pages in
-the budget, though they do in the file.
+A slot takes whole pages for its payload and its header in the slot table. The budget counts both, so that a full tier
+takes its capacity on disk and not a byte more. That is why slots do not start on pages in the budget, though they do in
+the file.
 
 With several directories every extent has a piece in each, and runs of ``RUN_BYTES`` take turns, so that one prefix is
 read from all disks at once. A piece starts at the extent's own offset in each file; what is not used there is a hole.
@@ -15,11 +15,11 @@ from kvstore.extents import extent_bytes_for
 from kvstore.layout import slot_bytes as whole_pages
 
 PAGE_BYTES = 4096
-"""What O_DIRECT moves, and what a header takes."""
-ENTRY_BYTES = 192
-"""What a block takes in the slot table."""
-RUN_BYTES = (2 << 20) + (64 << 10)
-"""The size of operation at which disks are fastest, and some headers."""
+"""What O_DIRECT moves."""
+ENTRY_BYTES = 256
+"""What a block takes in the slot table: its header."""
+RUN_BYTES = 2 << 20
+"""The size of operation at which disks are fastest."""
 
 _DIRECTORY_OVERHEAD_BYTES = 4 * PAGE_BYTES  # the directory itself, superblock, lock, ledger
 _PIECE_OVERHEAD_BYTES = 2 * PAGE_BYTES  # the head of a table and its rounding
@@ -34,12 +34,12 @@ class Place(NamedTuple):
 
 
 def file_slot_bytes(block_bytes: int) -> int:
-    """What a slot takes in the file of blocks: a header and the payload, in whole pages."""
-    return PAGE_BYTES + whole_pages(block_bytes)
+    """What a slot takes in the file of blocks: the payload in whole pages."""
+    return whole_pages(block_bytes)
 
 
 def budget_slot_bytes(block_bytes: int) -> int:
-    """What a slot takes of the budget, its entry in the slot table included."""
+    """What a slot takes of the budget, its header in the slot table included."""
     return file_slot_bytes(block_bytes) + ENTRY_BYTES
 
 

@@ -5,18 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore import header
-from kvstore.header import HEADER_BYTES, Header
+from kvstore.header import Header
 from kvstore.layout import Layout
 from kvstore.tiers.base import BlockMove
-from kvstore.tiers.file_geometry import RUN_BYTES, Geometry, Grid, Place, file_slot_bytes
-from kvstore.tiers.slot_table import Entry, ExtentLayout
+from kvstore.tiers.file_geometry import Geometry, Grid, Place
+from kvstore.tiers.slot_table import ExtentLayout
 from kvstore.types import Outcome
 
 PLAIN = 0
 """The codec id of a payload that is stored as it is; file slots take no other."""
-
-MAX_RUN_BLOCKS = RUN_BYTES // file_slot_bytes(1)
-"""Two buffers each, and the kernel takes 1,024 in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ def _stretches(moves: Sequence[BlockMove], geometry: Geometry) -> Iterator[Run]:
         yield run
 
 
-def seal(move: BlockMove) -> bytes:
+def seal(move: BlockMove, sequence: int) -> Header:
     """The header of a block that is to be written."""
     payload = move.buffer[: move.layout.block_bytes]
     return Header(
@@ -94,44 +91,25 @@ def seal(move: BlockMove) -> bytes:
         checksum=header.checksum(payload),
         created_unix_s=move.created_unix_s,
         codec_id=PLAIN,
-        expires_unix_s=_expires_unix_s(move),
-    ).pack()
-
-
-def entry(move: BlockMove, sequence: int) -> Entry:
-    """What the table says of a block that has been written."""
-    return Entry(
-        key=move.key,
-        parent=move.parent,
-        fingerprint=move.layout.fingerprint,
-        block_bytes=move.layout.block_bytes,
-        created_unix_s=move.created_unix_s,
-        expires_unix_s=_expires_unix_s(move),
+        expires_unix_s=move.created_unix_s + move.max_age_s if move.max_age_s else 0,
         sequence=sequence,
     )
 
 
-def admit(page: memoryview, payload: memoryview, move: BlockMove, now_unix_s: float) -> Outcome:
-    """OK if the slot holds the block that ``move`` asks for, whole and not too old; ``move`` then has its time."""
-    found = header.admit(page[:HEADER_BYTES], move.key, move.layout.fingerprint, move.layout.block_bytes)
+def expected(data: bytes, move: BlockMove, now_unix_s: float) -> Header | Outcome:
+    """The header in ``data`` if it is that of the block ``move`` asks for, and not too old; else what that means."""
+    found = header.admit(data, move.key, move.layout.fingerprint, move.layout.block_bytes)
     if isinstance(found, Outcome):
         return found
     if found.codec_id != PLAIN:
         return Outcome.FOREIGN
-    if found.stored_bytes != len(payload) or found.checksum != header.checksum(payload):
+    if found.stored_bytes != found.block_bytes:
         return Outcome.DAMAGED
     if has_expired(found.expires_unix_s, now_unix_s) or (
         move.max_age_s and found.created_unix_s + move.max_age_s <= now_unix_s
     ):
         return Outcome.ABSENT
-    move.created_unix_s = found.created_unix_s
-    return Outcome.OK
-
-
-def holds(page: memoryview, move: BlockMove) -> bool:
-    """Whether the header is that of ``move``, or a broken one of ours."""
-    found = header.parse(page[:HEADER_BYTES])
-    return found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key)
+    return found
 
 
 def has_expired(expires_unix_s: int, now_unix_s: float) -> bool:
@@ -141,7 +119,3 @@ def has_expired(expires_unix_s: int, now_unix_s: float) -> bool:
 
 def _is_of(layout: Layout, run: Run) -> bool:
     return layout is run.moves[0].layout or (layout.fingerprint, layout.block_bytes) == run.layout
-
-
-def _expires_unix_s(move: BlockMove) -> int:
-    return move.created_unix_s + move.max_age_s if move.max_age_s else 0

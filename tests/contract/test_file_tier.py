@@ -12,8 +12,9 @@ from kvstore.testing.file_faults import Fault, FaultyFiles, fails
 from kvstore.testing.tier_contract import CAPACITY_BYTES, AdoptingTierContract
 from kvstore.tiers.base import BlockMove, Tier
 from kvstore.tiers.file import FileTier
-from kvstore.tiers.file_directory import BLOCKS
-from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry
+from kvstore.tiers.file_directory import BLOCKS, SLOTS
+from kvstore.tiers.file_geometry import Geometry
+from kvstore.tiers.slot_table import entry_offset_bytes
 
 EXTENT_BYTES = 16 << 20
 
@@ -38,26 +39,37 @@ class TestFileTier(AdoptingTierContract):
         return self.open()
 
     def stored(self, tier: Tier, move: BlockMove) -> bytes:
-        path, offset = self.slot_of(move)
-        with path.open("rb") as file:
-            file.seek(offset)
-            slot = file.read(PAGE_BYTES + move.layout.block_bytes)
-        return slot[:HEADER_BYTES] + slot[PAGE_BYTES:]
+        header, payload = self.places_of(move)
+        return _read(*header, HEADER_BYTES) + _read(*payload, move.layout.block_bytes)
 
     def tamper(self, tier: Tier, move: BlockMove, stored: bytes) -> None:
-        path, offset = self.slot_of(move)
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(stored[:HEADER_BYTES])
-            file.seek(offset + PAGE_BYTES)
-            file.write(stored[HEADER_BYTES:])
+        header, payload = self.places_of(move)
+        _write(*header, stored[:HEADER_BYTES])
+        _write(*payload, stored[HEADER_BYTES:])
 
-    def slot_of(self, move: BlockMove) -> tuple[Path, int]:
-        """The file a block lies in, and where."""
-        grid = Geometry(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories).grid(move.layout.block_bytes)
+    def places_of(self, move: BlockMove) -> tuple[tuple[Path, int], tuple[Path, int]]:
+        """The files that a block's header and its payload lie in, and where."""
+        geometry = Geometry(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories)
+        grid = geometry.grid(move.layout.block_bytes)
         place = grid.place(move.offset_bytes)
         assert place is not None
-        return self.directories[place.directory] / BLOCKS, grid.file_offset_bytes(place)
+        directory = self.directories[place.directory]
+        return (
+            (directory / SLOTS, entry_offset_bytes(geometry.stride_bytes, place.extent, place.slot)),
+            (directory / BLOCKS, grid.file_offset_bytes(place)),
+        )
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(num_bytes)
+
+
+def _write(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
 
 
 class TestFileTierInThreeDirectories(TestFileTier):

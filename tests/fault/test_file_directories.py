@@ -343,8 +343,8 @@ def test_a_smaller_capacity_keeps_what_fits_and_gives_the_rest_back(tmp_path: Pa
             assert tier.usage_bytes() <= capacity_bytes
             assert tier.extent_bytes <= tier.capacity_bytes
             found = list(tier.scan())
-            assert len(found) * 69_824 > capacity_bytes * 0.9
-            assert all(block.offset_bytes + 69_824 <= tier.capacity_bytes for block in found)
+            assert len(found) * 65_792 > capacity_bytes * 0.9
+            assert all(block.offset_bytes + 65_792 <= tier.capacity_bytes for block in found)
             assert min(readable(tier, range(1))) == 0
             assert fill(tier, 65536) == len(found)
 
@@ -408,13 +408,13 @@ def test_files_that_are_cut_while_open_are_misses(tmp_path: Path, keep_bytes: in
     with opened(tmp_path) as tier:
         store(tier, *range(6))
         os.truncate(tmp_path / BLOCKS, keep_bytes)
-        assert readable(tier, range(6)) == set(range(keep_bytes // 69_632))
+        assert readable(tier, range(6)) == set(range(keep_bytes // 65_536))
         os.truncate(tmp_path / SLOTS, 0)
         assert list(tier.scan()) == []
         store(tier, 3)
         assert 3 in readable(tier, range(6))
     with opened(tmp_path) as tier:
-        assert readable(tier, range(6)) <= set(range(keep_bytes // 69_632)) | {3}
+        assert readable(tier, range(6)) <= set(range(keep_bytes // 65_536)) | {3}
 
 
 @pytest.mark.parametrize("names", [[BLOCKS], [SLOTS], [LOCK], [BLOCKS, SLOTS, LOCK, LEDGER, SUPERBLOCK]])

@@ -86,7 +86,7 @@ def test_an_entry_that_cannot_be_written_fails_its_block(tmp_path: Path) -> None
         store(tier, 1)
 
 
-@pytest.mark.parametrize("keep_pages", [0, 1, 2, 16])
+@pytest.mark.parametrize("keep_pages", [0, 1, 15])
 def test_a_short_read_is_no_hit(tmp_path: Path, keep_pages: int) -> None:
     """WK-002: what was not filled is not served."""
     files = FaultyFiles()
@@ -94,7 +94,7 @@ def test_a_short_read_is_no_hit(tmp_path: Path, keep_pages: int) -> None:
         store(tier, 0)
         files.inject(Fault("preadv", moves_only(keep_pages * PAGE_BYTES), file=BLOCKS))
         move = empty_move(tier, 0, LAYOUT)
-        assert tier.read([move], soon()) == [DAMAGED if keep_pages else ABSENT]
+        assert tier.read([move], soon()) == [DAMAGED]
         assert move.buffer[-1] == POISON
 
 
@@ -117,7 +117,7 @@ def test_a_write_that_comes_up_short_is_tried_block_by_block(tmp_path: Path) -> 
         assert readable(tier, range(5)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("keep_pages", [0, 1, 9, 16])
+@pytest.mark.parametrize("keep_pages", [0, 1, 9, 15])
 def test_a_torn_write_is_noticed_when_it_is_read(tmp_path: Path, keep_pages: int) -> None:
     """CR-045, WK-060: a disk that lies about what it wrote, over an older block of the same key or of another."""
     files = FaultyFiles()
@@ -127,21 +127,22 @@ def test_a_torn_write_is_noticed_when_it_is_read(tmp_path: Path, keep_pages: int
             files.inject(Fault("pwritev", tears(keep_pages * PAGE_BYTES), file=BLOCKS))
             newer = replace(full_move(tier, 0, LAYOUT), buffer=memoryview(bytes([7]) * LAYOUT.block_bytes))
             assert tier.write([newer], soon()) == [OK]
-            move = empty_move(tier, 0, LAYOUT)
-            if tier.read([move], soon()) == [OK]:
-                assert (keep_pages, older) == (0, 0)  # nothing was written, and the old block is whole
-                assert is_right(move)
+            assert tier.read([empty_move(tier, 0, LAYOUT)], soon()) == [DAMAGED]
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("position", [0, 20, 200, PAGE_BYTES, PAGE_BYTES + 33_333, SLOT_BYTES - 1])
-def test_a_bit_that_flips_on_the_way_is_no_hit(tmp_path: Path, call: str, position: int) -> None:
+@pytest.mark.parametrize(
+    ("file", "position"),
+    [(BLOCKS, 0), (BLOCKS, 33_333), (BLOCKS, SLOT_BYTES - 1), (SLOTS, 0), (SLOTS, 20), (SLOTS, 200)],
+)
+def test_a_bit_that_flips_on_the_way_is_no_hit(tmp_path: Path, call: str, file: str, position: int) -> None:
     """WK-052."""
     files = FaultyFiles()
     with opened(tmp_path, files=files) as tier:
         if call == "preadv":
             store(tier, 0)
-        fault = files.inject(Fault(call, flips(position * 8 + 3), file=BLOCKS))
+        is_put = call == "pwritev" and file == SLOTS  # after the clearing of the header and of the extent
+        fault = files.inject(Fault(call, flips(position * 8 + 3), file=file, skip=3 if is_put else 0))
         if call == "pwritev":
             store(tier, 0)
         (outcome,) = tier.read([empty_move(tier, 0, LAYOUT)], soon())
@@ -328,11 +329,11 @@ def test_an_erasure_that_fails_is_logged_and_over(tmp_path: Path, caplog: pytest
     files = FaultyFiles()
     with opened(tmp_path, files=files) as tier:
         store(tier, 0, 1)
-        files.inject(Fault("pwritev", fails(errno.EIO), file=BLOCKS))
+        files.inject(Fault("pwritev", fails(errno.EIO), file=SLOTS))
         tier.erase(empty_moves(tier, [0, 1], LAYOUT))
         assert "erasing failed" in caplog.text
         assert readable(tier, range(2)) == {0}
-        assert list(tier.scan()) == []
+        assert len(list(tier.scan())) == 1
 
 
 def test_a_table_that_cannot_be_read_costs_its_extent(tmp_path: Path) -> None:

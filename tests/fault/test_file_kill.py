@@ -11,6 +11,7 @@ from pathlib import Path
 from kvstore.testing.blocks import aligned_buffer, empty_move, full_move, is_right, layout_of, soon
 from kvstore.tiers.base import BlockMove
 from kvstore.tiers.file import FileTier
+from kvstore.tiers.file_geometry import file_slot_bytes
 from kvstore.types import Outcome
 from tests.file_tiers import opened
 
@@ -99,15 +100,16 @@ def test_a_kill_costs_the_blocks_being_written_and_no_others(tmp_path: Path) -> 
 
 
 def test_a_slot_that_is_half_written_serves_nothing(tmp_path: Path) -> None:
-    """The same at every page of a block, as a kill or a power failure may leave it."""
+    """Neither block, whichever page the payload is torn at, as a kill or a power failure may leave it."""
     with opened(tmp_path) as tier:
         old = replace(full_move(tier, 1, LAYOUT), offset_bytes=0)
         new = replace(full_move(tier, 2, LAYOUT), offset_bytes=0)
+        num_slot_pages = file_slot_bytes(LAYOUT.block_bytes) // 4096
         slot_pages = {}
         for move in (old, new):
             assert tier.write([move], soon()) == [Outcome.OK]
-            slot_pages[move.key] = (tmp_path / "blocks").read_bytes()[: 14 * 4096]
-        for num_pages in range(1, 14):
+            slot_pages[move.key] = (tmp_path / "blocks").read_bytes()[: num_slot_pages * 4096]
+        for num_pages in range(1, num_slot_pages):
             mixture = slot_pages[new.key][: num_pages * 4096] + slot_pages[old.key][num_pages * 4096 :]
             with (tmp_path / "blocks").open("r+b") as file:
                 file.write(mixture)

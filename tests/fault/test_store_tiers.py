@@ -13,10 +13,9 @@ import pytest
 from kvstore.breaker import FAILURES_TO_OPEN, BreakerState
 from kvstore.store import Store
 from kvstore.testing.valkey import ValkeyServer, wait_until
-from kvstore.tiers.file_directory import BLOCKS
+from kvstore.tiers.file_directory import BLOCKS, SLOTS
+from kvstore.tiers.file_geometry import ENTRY_BYTES
 from tests.real_stores import LAYOUT, chain_of, config_of, get, opened, put
-
-SLOT_BYTES = 4096 + LAYOUT.block_bytes
 
 
 def is_back(store: Store, tier: str) -> bool:
@@ -31,16 +30,17 @@ def test_a_damaged_file_costs_its_block_and_serves_the_prefix(tmp_path: Path, da
     with opened(config_of(tmp_path / "kv")) as (store, ns):
         chain = chain_of(ns, 20)
         put(store, ns, chain)
-    with (tmp_path / "kv" / BLOCKS).open("r+b") as file:
+    name, slot_bytes = (SLOTS, ENTRY_BYTES) if damage == "header" else (BLOCKS, LAYOUT.block_bytes)
+    with (tmp_path / "kv" / name).open("r+b") as file:
         for slot in range(12, 20):
-            start = slot * SLOT_BYTES
-            file.seek(start + (40 if damage == "header" else 4096 + 77))
+            start = slot * slot_bytes
+            file.seek(start + 77)
             was = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             if damage in ("bit", "header"):
                 file.write(bytes([was[0] ^ 4]))
             else:
-                file.seek(start + 4096)
+                file.seek(start)
                 file.write(os.urandom(LAYOUT.block_bytes) if damage == "random" else bytes(LAYOUT.block_bytes))
     with opened(config_of(tmp_path / "kv")) as (store, ns):
         served = get(store, chain)

@@ -234,7 +234,7 @@ def test_stats_names_the_process_that_has_the_files_open(directory: Path) -> Non
 def test_check_finds_a_flipped_bit_and_repair_erases_the_block(directory: Path) -> None:
     assert on_file(directory, "check").returncode == 0
     with (directory / BLOCKS).open("r+b") as file:
-        file.seek(8192 + 4096 + 7)  # the payload of the second block
+        file.seek(4096 + 7)  # the payload of the second block
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
@@ -257,7 +257,7 @@ def test_check_makes_no_store_where_none_is(tmp_path: Path) -> None:
 
 def test_evict_frees_a_namespace_or_a_size_on_file(directory: Path) -> None:
     assert on_file(directory, "evict", "--namespace", OTHER.hex()).stdout == "file: 2 blocks freed\n"
-    assert on_file(directory, "evict", "--size", "9KiB").stdout == "file: 2 blocks freed\n"
+    assert on_file(directory, "evict", "--size", "8KiB").stdout == "file: 2 blocks freed\n"
     assert "1 blocks" in on_file(directory, "check").stdout
 
 
