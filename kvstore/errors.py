@@ -40,5 +40,9 @@ class WireError(KVStoreError):
     """A message from another process cannot be used: out of order, out of bounds, or of nothing that is known."""
 
 
+class SidecarError(KVStoreError):
+    """A sidecar that an operator asked something of gave no answer, or refused."""
+
+
 class ClosedError(KVStoreError):
     """The store was used after ``close``."""

@@ -366,6 +366,11 @@ class Store:
             level.check()
 
     @property
+    def namespaces(self) -> list[Namespace]:
+        """Those that were opened."""
+        return list(self._namespaces.values())
+
+    @property
     def arena(self) -> Arena | None:
         """The RAM that blocks lie in, for those who map or register it."""
         return self._arena_tier.arena if self._arena_tier else None

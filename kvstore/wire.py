@@ -139,3 +139,8 @@ def unframe(received: bytes) -> bytes:
 def arena_socket(path: Path) -> Path:
     """Where the descriptor is handed out, given where the store is served."""
     return path.with_name(path.name + ".arena")
+
+
+def admin_socket(path: Path) -> Path:
+    """Where the operator is answered."""
+    return path.with_name(path.name + ".admin")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.block_store import BlockStore
 from kvstore.config import Config
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
@@ -48,10 +49,13 @@ def content(key: BlockKey) -> bytes:
     return np.random.default_rng(list(key)).bytes(LAYOUT.block_bytes)
 
 
-def put(store: Store, ns: Namespace, chain: Sequence[BlockKey]) -> frozenset[BlockKey]:
+def put(store: BlockStore, ns: Namespace, chain: Sequence[BlockKey]) -> frozenset[BlockKey]:
     """Compute and commit what is missing in RAM; returns what was accepted for copy-down."""
     store.arrive(Request("r", time.time(), ns.digest, 0), chain)
-    ready = store.lookup(chain).ready
+    while (found := store.lookup(chain)).pending:
+        store.wait(0.01)
+        store.poll()
+    ready = found.ready
     if ready == len(chain):
         return frozenset()
     with store.reserve(ns, len(chain) - ready) as lease:
@@ -61,7 +65,7 @@ def put(store: Store, ns: Namespace, chain: Sequence[BlockKey]) -> frozenset[Blo
         return store.commit(lease, keys, chain[ready - 1] if ready else None).accepted
 
 
-def get(store: Store, chain: Sequence[BlockKey], seconds: float = 5.0) -> int:
+def get(store: BlockStore, chain: Sequence[BlockKey], seconds: float = 5.0) -> int:
     """Prefetch, pin and check every byte; returns how many blocks were served."""
     prefetch = store.prefetch(chain, time.monotonic() + seconds)
     while not prefetch.done:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvstore.api.v1.admin_pb2 import SidecarStats
+from kvstore.client.admin import Admin
 from kvstore.client.store_client import StoreClient
+from kvstore.wire import admin_socket
 
 PATIENCE_S = 20.0
 
@@ -53,12 +56,24 @@ class Sidecar:
         assert client.wait_connected(PATIENCE_S), self.log.read_text()
         return client
 
+    def admin(self) -> Admin:
+        return Admin(self.socket)
+
+    def stats(self) -> SidecarStats:
+        with self.admin() as admin:
+            return admin.stats()
+
+    def metric(self, name: str, *labels: str) -> float:
+        """A value as the sidecar counts it; 0 where nothing was counted."""
+        return next((s.value for s in self.stats().samples if s.metric == name and tuple(s.labels) == labels), 0.0)
+
 
 @contextmanager
 def sidecar(**settings: str) -> Iterator[Sidecar]:
     with tempfile.TemporaryDirectory(prefix="kv-") as name:
         served = Sidecar(Path(name), {"MEMORY_CAPACITY": "4MiB", **settings})
         try:
+            eventually(lambda: admin_socket(served.socket).exists() or served.process.poll() is not None)
             yield served
         finally:
             served.kill()

@@ -60,8 +60,8 @@ class Connection:
         if self._opening is not None:
             self._opening.end()
         self._reader.join(MAX_PAUSE_S)
-        if untie and self._tether is not None:
-            self._tether.untie()
+        if self._tether is not None:
+            self._tether.untie() if untie else self._tether.leave()
             self._tether = None
 
     def _run(self) -> None:
@@ -72,7 +72,7 @@ class Connection:
                 pause_s = FIRST_PAUSE_S
             except (OSError, WireError, grpc.RpcError) as error:
                 if pause_s == FIRST_PAUSE_S:  # once for each time that it is lost
-                    _log.warning("no sidecar at %s: %s; every call is a miss meanwhile", self._path, _reason(error))
+                    _log.warning("no sidecar at %s: %s; every call is a miss meanwhile", self._path, reason(error))
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -104,8 +104,9 @@ class Connection:
             session.read()
         except grpc.RpcError as error:
             if not self._closing.is_set():
-                _log.warning("lost the sidecar at %s: %s", self._path, _reason(error))
+                _log.warning("lost the sidecar at %s: %s", self._path, reason(error))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What went wrong, in a few words."""
     return str(error.details()) if isinstance(error, grpc.Call) else str(error) or type(error).__name__

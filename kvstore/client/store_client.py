@@ -119,6 +119,7 @@ class StoreClient:
                 session.tell(api.SessionRequest(open_namespace=opened.message))
             self._unacknowledged = session
             self._connection.session = session
+        self._acknowledge()
 
     # ---- requests
 
@@ -319,14 +320,7 @@ class StoreClient:
         session = self._session()
         if session is not None:
             session.give_up_overdue()
-        num_applied = self._inbox.poll() + self._lending.poll()
-        newcomer = self._unacknowledged
-        if newcomer is not None and not any(
-            isinstance(lease, WriteLease) and held.session is not newcomer for lease, held in self._held.items()
-        ):
-            newcomer.tell(api.SessionRequest(acknowledge=api.Acknowledge()))
-            self._unacknowledged = None
-        return num_applied
+        return self._inbox.poll() + self._lending.poll()
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something to ``poll``, at most ``timeout_s``."""
@@ -356,15 +350,15 @@ class StoreClient:
         return reply.counted.num_blocks if reply is not None else 0
 
     def close(self) -> None:
-        """End the session and what it holds. Idempotent."""
+        """End the session and every lease; the slots of a quarantined one are kept until we exit. Idempotent."""
         if self._closed:
             return
         self.drain(CLOSE_TIMEOUT_S)
         self._closed = True
         self._lending.close()
-        # While a copy may still write to a slot, the sidecar must not take us for gone.
-        may_write = any(isinstance(lease, WriteLease) for lease in self._held) or self._lending.is_busy
-        self._connection.close(untie=not may_write)
+        is_written_to = any(lease.state is LeaseState.QUARANTINED for lease in self._held)
+        self._connection.close(untie=not (is_written_to or self._lending.is_busy))
+        self._held.clear()
 
     # ---- the inside
 
@@ -393,6 +387,17 @@ class StoreClient:
         held = self._held.pop(lease, None)
         if held is not None:
             held.session.tell(api.SessionRequest(end_leases=api.EndLeases(leases=[held.call])))
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Let a new session know once nothing writes to slots of the ones before it any more. Any thread."""
+        newcomer = self._unacknowledged
+        leases = list(self._held.items())  # one step under the interpreter's lock
+        if newcomer is not None and all(
+            isinstance(lease, ReadLease) or held.session is newcomer for lease, held in leases
+        ):
+            newcomer.tell(api.SessionRequest(acknowledge=api.Acknowledge()))
+            self._unacknowledged = None
 
     def _opened(self, chain: Sequence[BlockKey]) -> _Opened | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None

@@ -53,6 +53,10 @@ class Tether:
         self.arena.close()
         self.connection.close()
 
+    def leave(self) -> None:
+        """Something may still write to the arena: stay tied until the process ends."""
+        self.connection.detach()
+
 
 def _welcome(connection: socket.socket) -> tuple[api.Welcome, int]:
     """The answer and the descriptor. Raises ``WireError`` where there is none."""

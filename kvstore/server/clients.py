@@ -20,6 +20,7 @@ from kvstore.server.session import Client, Session
 from kvstore.store import Store
 
 LEASE_TICKS = 5
+MAX_TITLE_CHARACTERS = 100
 
 
 class Clients:
@@ -30,8 +31,8 @@ class Clients:
         self._clock = clock
         self._clients: dict[bytes, Client] = {}
 
-    def __len__(self) -> int:
-        return len(self._clients)
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._clients.values()))
 
     def sessions(self) -> Iterator[Session]:
         """Every open session; they may end meanwhile."""
@@ -55,6 +56,7 @@ class Clients:
         if client.session is not None:
             self.end(client.session)
         client.incarnation = register.incarnation
+        client.title = register.name[:MAX_TITLE_CHARACTERS]
         client.session = Session(self._store, self._clock, client, send, end_stream)
         return client.session
 

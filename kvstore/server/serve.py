@@ -19,18 +19,22 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import __version__
-from kvstore.api.v1 import kvstore_pb2 as api
+from kvstore.api.v1 import admin_pb2, kvstore_pb2
+from kvstore.api.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
 from kvstore.config import Config
 from kvstore.errors import ConfigError, OwnershipError
 from kvstore.opening import open_store
+from kvstore.server.admin import Admin
 from kvstore.server.clients import Clients
 from kvstore.server.handshake import Handshake
 from kvstore.server.service import Service
 from kvstore.store import Store
-from kvstore.wire import MAX_MESSAGE_BYTES, arena_socket
+from kvstore.wire import MAX_MESSAGE_BYTES, admin_socket, arena_socket
 
-SERVICE = api.DESCRIPTOR.services_by_name["KVStore"].full_name
+SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 STOP_GRACE_S = 1.0
 MAX_SOCKET_PATH_BYTES = 107
 CHANNEL_OPTIONS = (
@@ -73,31 +77,42 @@ async def serving(store: Store, config: Config) -> AsyncIterator[None]:
     """Serve ``store`` on the running event loop, which is its owner thread."""
     if store.arena is None:
         raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
+    path = config.server.socket
     clients = Clients(store, time.monotonic)
     service = Service(store, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
     health = HealthServicer()
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    server, admin = grpc.aio.server(options=CHANNEL_OPTIONS), grpc.aio.server(options=CHANNEL_OPTIONS)
     add_KVStoreServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection([SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server)
-    path = config.server.socket
-    if server.add_insecure_port(f"unix:{path}") == 0:
-        raise ConfigError(f"cannot listen at {path}; set server.socket to a path in a directory of ours")
+    add_AdminServicer_to_server(Admin(store, clients), admin)
+    for each, name in ((server, SERVICE), (admin, ADMIN_SERVICE)):
+        health_pb2_grpc.add_HealthServicer_to_server(health, each)
+        reflection.enable_server_reflection([name, HEALTH_SERVICE], each)
     handshake = Handshake(arena_socket(path), store.arena, clients, _admits(config.server.token))
     running = asyncio.create_task(service.run())
     try:
         handshake.start(config.server.socket_mode)
-        await server.start()
-        os.chmod(path, config.server.socket_mode)
+        await _listen(server, path, config.server.socket_mode)
+        await _listen(admin, admin_socket(path), 0o600)
         await _say(health, health_pb2.HealthCheckResponse.SERVING)
         yield
     finally:
         await _say(health, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.stop(STOP_GRACE_S)
+        await admin.stop(STOP_GRACE_S)
         await handshake.close()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def _listen(server: grpc.aio.Server, path: Path, mode: int) -> None:
+    """Bind, for the time being for us alone, and let in whom ``mode`` says."""
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen at {path}: {error}; set server.socket elsewhere") from error
+    await server.start()
+    os.chmod(path, mode)
 
 
 def _admits(wanted: str) -> Callable[[str], bool]:
@@ -106,7 +121,7 @@ def _admits(wanted: str) -> Callable[[str], bool]:
 
 
 async def _say(health: HealthServicer, status: int) -> None:
-    for name in ("", SERVICE):
+    for name in ("", SERVICE, ADMIN_SERVICE):
         await health.set(name, status)
 
 

@@ -70,6 +70,11 @@ class Service(KVStoreServicer):
                 reply = session.handle(request)
                 if reply is not None:
                     await stream.send(reply)
+        except asyncio.CancelledError:
+            if not stream.was_ended_here:
+                raise
+            # A handler that is merely cancelled would leave the other end waiting.
+            await context.abort(grpc.StatusCode.ABORTED, "the session is over: another one took over, or it was silent")
         finally:
             stream.is_over = True
             self._clients.end(session)
@@ -84,6 +89,7 @@ class _Stream:
         self._sending: set[asyncio.Task[None]] = set()
         self._handler = asyncio.current_task()
         self.is_over = False
+        self.was_ended_here = False
 
     async def send(self, reply: api.SessionReply) -> None:
         """Send, when it is this reply's turn."""
@@ -99,6 +105,7 @@ class _Stream:
     def end(self) -> None:
         """End the stream from this side."""
         if not self.is_over and self._handler is not None:
+            self.is_over = self.was_ended_here = True
             self._handler.cancel()
 
     async def _send_unless_over(self, reply: api.SessionReply) -> None:

@@ -32,6 +32,8 @@ class Client:
 
     id: bytes = field(default_factory=lambda: secrets.token_bytes(CLIENT_BYTES))
     """Drawn by chance, so that nobody else can speak for it."""
+    title: str = ""
+    """What the process calls itself."""
     incarnation: int = 0
     session: "Session | None" = None
     quarantined: list[WriteLease] = field(default_factory=list)

@@ -1,0 +1,202 @@
+"""The sidecar as a process: who may use it, what it says of itself, how it ends, and clients that find it gone."""
+
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from kvstore.client.admin import Admin
+from kvstore.client.store_client import StoreClient
+from kvstore.errors import LayoutError, SidecarError
+from kvstore.layout import Layout
+from kvstore.lease import Lookup
+from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
+from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
+from tests.sidecars import Sidecar, eventually, sidecar
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Sidecar]:
+    with sidecar() as served:
+        yield served
+
+
+def test_what_one_process_computed_another_loads(served: Sidecar) -> None:
+    with closing(served.client()) as one, closing(served.client()) as other:
+        ns = one.open_namespace(IDENTITY, LAYOUT)
+        put(one, ns, chain_of(ns, 8))
+        assert other.open_namespace(IDENTITY, LAYOUT) == ns
+        assert get(other, chain_of(ns, 8)) == 8
+
+
+def test_a_long_chain_is_looked_up_in_one_piece(served: Sidecar) -> None:
+    with closing(served.client()) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        put(client, ns, chain_of(ns, 5, 9))
+        assert get(client, chain_of(ns, 8192, 9)) == 5
+
+
+def test_a_layout_that_does_not_fit_is_refused(served: Sidecar) -> None:
+    with closing(served.client()) as client, pytest.raises(LayoutError, match="extents"):
+        client.open_namespace(IDENTITY, Layout("float32", 64, 64, (128, 128), 64))
+
+
+def test_the_standard_services_answer(served: Sidecar) -> None:
+    for path, service in ((served.socket, "KVStore"), (admin_socket(served.socket), "Admin")):
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=f"kvstore.api.v1.{service}"), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert f"kvstore.api.v1.{service}" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_only_its_own_user_can_reach_it(served: Sidecar) -> None:
+    assert stat.S_IMODE(served.socket.parent.stat().st_mode) == 0o700
+    for path in (served.socket, arena_socket(served.socket), admin_socket(served.socket)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_second_sidecar_at_the_same_place_is_refused(served: Sidecar) -> None:
+    environ = {"KVSTORE_SERVER_SOCKET": str(served.socket), "KVSTORE_MEMORY_CAPACITY": "4MiB"}
+    command = [sys.executable, "-m", "kvstore", "serve"]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert f"process {served.process.pid}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\x05\x00\x00\x00", b"\x03\x00\x00\x00\xff\xff\xff", b"\xff" * 64, b"GET / HTTP/1.1\r\n"]
+)
+def test_whatever_is_said_at_the_arenas_door_the_sidecar_lives(served: Sidecar, said: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(arena_socket(served.socket)))
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(10.0)
+        with suppress(ConnectionResetError):
+            answer, fds, _, _ = socket.recv_fds(stranger, MAX_HANDSHAKE_BYTES, 4)
+            assert (answer, fds) == (b"", [])
+    with closing(served.client()) as client:
+        assert client.wait_connected(10.0)
+
+
+def test_it_takes_a_token() -> None:
+    with sidecar(SERVER_TOKEN="right") as served:
+        with closing(StoreClient(served.socket, token="right")) as client:
+            assert client.wait_connected(10.0)
+            assert client.reserve(client.open_namespace(IDENTITY, LAYOUT), 1).num_blocks == 1
+        for token in ("", "wrong", "righ", "right "):
+            with closing(StoreClient(served.socket, token=token)) as client:
+                assert not client.wait_connected(0.5)
+        assert "right" not in served.log.read_text()
+
+
+def test_sigterm_ends_it_and_what_was_accepted_is_on_file(tmp_path: Path) -> None:
+    with sidecar(FILE_DIRECTORIES=str(tmp_path), FILE_CAPACITY="64MiB") as served:
+        with closing(served.client()) as client:
+            ns = client.open_namespace(IDENTITY, LAYOUT)
+            put(client, ns, chain_of(ns, 20))
+            assert served.terminate() == 0
+        assert not served.socket.exists()
+        served.restart()
+        with closing(served.client()) as client:
+            ns = client.open_namespace(IDENTITY, LAYOUT)
+            assert get(client, chain_of(ns, 20)) == 20
+
+
+def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:
+    with sidecar() as served, closing(served.client(budget_s=1.0)) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        chain = chain_of(ns, 4)
+        put(client, ns, chain)
+        lease = client.pin(chain)
+        write = client.reserve(ns, 1)
+        served.kill()
+        eventually(lambda: not lease.still_held())
+        began_s = time.monotonic()
+        for _ in range(100):
+            assert client.lookup(chain) == Lookup(0, 0, pending=False)
+            assert client.pin(chain).num_blocks == client.reserve(ns, 4).num_blocks == 0
+            assert client.prefetch(chain, time.monotonic() + 5.0).done
+        assert time.monotonic() - began_s < 1.0  # of 300 calls none has waited for its budget
+        assert client.commit(write, chain[:1], None).slots == []
+        assert [
+            bytes(view) for view in lease.views
+        ] != []  # the old memory is there for as long as somebody looks at it
+        client.release(lease)
+        client.abort(write)
+        served.restart()
+        assert client.wait_connected(20.0)
+        assert get(client, chain) == 0
+        put(client, ns, chain)
+        assert get(client, chain) == 4
+
+
+def test_a_silent_sidecar_costs_one_budget() -> None:
+    with sidecar() as served, closing(served.client(budget_s=0.3)) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        chain = chain_of(ns, 4)
+        put(client, ns, chain)
+        served.send(signal.SIGSTOP)
+        began_s = time.monotonic()
+        for _ in range(100):
+            assert client.pin(chain).num_blocks == 0
+        assert client.lookup(chain).pending
+        time.sleep(0.4)
+        assert client.lookup(chain) == Lookup(0, 0, pending=False)
+        assert time.monotonic() - began_s < 100 * 0.3 / 2
+        served.send(signal.SIGCONT)
+        eventually(lambda: get(client, chain) == 4)
+        eventually(lambda: served.metric("kvstore_pinned_blocks", "memory") == 0)  # what it pinned too late is not kept
+        assert client.stats.get("kvstore_errors_total", "client.pin") > 0
+
+
+def test_a_client_can_be_made_in_a_forked_child(served: Sidecar) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from typing import Any
+from kvstore.client.admin import Admin
+from kvstore.client.store_client import StoreClient
+from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
+path = Path(sys.argv[1])
+parent = StoreClient(path, budget_s=5.0)
+assert parent.wait_connected(20.0)
+ns = parent.open_namespace(IDENTITY, LAYOUT)
+put(parent, ns, chain_of(ns, 3, 5))
+pid = os.fork()
+client = parent if pid else StoreClient(path, budget_s=5.0)
+assert client.wait_connected(20.0)
+ns = client.open_namespace(IDENTITY, LAYOUT)
+got = get(client, chain_of(ns, 3, 5))
+if not pid:
+    os._exit(got)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+assert get(client, chain_of(ns, 3, 5)) == 3
+client.close()
+"""
+    subprocess.run([sys.executable, "-c", program, str(served.socket)], timeout=60, check=True)
+
+
+def test_an_operator_is_told_that_nobody_answers(tmp_path: Path) -> None:
+    with Admin(tmp_path / "kv.sock") as admin, pytest.raises(SidecarError, match="is it running"):
+        admin.stats()
+
+
+def test_threads_end_with_the_client(served: Sidecar) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        served.client().close()
+    eventually(lambda: threading.active_count() <= before)
