@@ -6,7 +6,7 @@ was asked for and the stored payload hashes to ``checksum``. xxh3 finds damage, 
 """
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -29,8 +29,7 @@ def checksum(payload: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What is stored beside a block's payload."""
 
     key: BlockKey
@@ -75,15 +74,14 @@ def parse(data: bytes | bytearray | memoryview) -> Header | Outcome:
 
     ABSENT: not our magic. FOREIGN: another format version, older or newer. DAMAGED: ours and broken.
     """
-    if len(data) < HEADER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
+    if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         return Outcome.ABSENT
-    body = bytes(data[:_BODY_BYTES])
-    fields = _FIELDS.unpack_from(body)
+    fields = _FIELDS.unpack_from(data)
     _, version, codec_id, key_len, parent_len, fingerprint, key, parent, block, stored, check, *times = fields
     if version != VERSION:
         return Outcome.FOREIGN
     (trailer,) = _TRAILER.unpack_from(data, _BODY_BYTES)
-    if trailer != xxhash.xxh3_64_intdigest(body):
+    if trailer != xxhash.xxh3_64_intdigest(data[:_BODY_BYTES]):
         return Outcome.DAMAGED
     return Header(
         key=BlockKey(key[:key_len]),

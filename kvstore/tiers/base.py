@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.layout import Layout
 from kvstore.types import BlockKey, Outcome
@@ -28,8 +28,7 @@ class BlockMove:
     """Seconds after ``created_unix_s`` at which the block must be gone; 0: no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(NamedTuple):
     """One block that a scan found, not yet verified against its payload."""
 
     key: BlockKey

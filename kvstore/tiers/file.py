@@ -139,10 +139,9 @@ class FileTier:
             if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
                 continue
             offset_bytes = self._geometry.grid(entry.block_bytes).offset_bytes(Place(directory.number, extent, index))
-            if offset_bytes is not None:
-                yield StoredBlock(
-                    entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
-                )
+            yield StoredBlock(
+                entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
+            )
 
     def close(self) -> None:
         """Let go of the directories, each as soon as no call is inside it."""

@@ -103,12 +103,11 @@ class Grid:
         turn, directory = divmod(run, self._geometry.num_directories)
         return Place(directory, extent, turn * self.slots_per_run + position)
 
-    def offset_bytes(self, place: Place) -> int | None:
-        """The inverse of ``place``; None if the budget has no such slot any more."""
+    def offset_bytes(self, place: Place) -> int:
+        """The inverse of ``place``."""
         turn, position = divmod(place.slot, self.slots_per_run)
         slot = (turn * self._geometry.num_directories + place.directory) * self.slots_per_run + position
-        offset_bytes = place.extent * self._extent_bytes + slot * self._slot_bytes
-        return offset_bytes if self.place(offset_bytes) == place else None
+        return place.extent * self._extent_bytes + slot * self._slot_bytes
 
     def num_slots(self, directory: int, extent: int) -> int:
         """How many slots an extent has in a directory."""

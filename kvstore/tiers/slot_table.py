@@ -96,7 +96,7 @@ class SlotTable:
     def parse(self, extent: int, data: bytes) -> Header | None:
         """The header, if it is whole and of the layout that the extent serves."""
         found, layout = header.parse(data), self._layouts[extent]
-        if isinstance(found, Outcome) or layout != ExtentLayout(found.fingerprint, found.block_bytes):
+        if isinstance(found, Outcome) or layout != (found.fingerprint, found.block_bytes):
             return None
         return found
 

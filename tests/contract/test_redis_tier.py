@@ -161,7 +161,7 @@ def test_a_reader_refuses_what_its_writer_limited(tier: RedisTier, raw: Any) -> 
     value = raw.get(name(key(1)))
     found = parse(value)
     assert isinstance(found, Header)
-    raw.set(name(key(1)), replace(found, expires_unix_s=int(time.time())).pack() + value[HEADER_BYTES:])
+    raw.set(name(key(1)), found._replace(expires_unix_s=int(time.time())).pack() + value[HEADER_BYTES:])
     assert tier.read(empty([key(1)]), soon()) == [ABSENT]
 
 
@@ -278,7 +278,7 @@ def forged(raw: Any, of: BlockKey, payload: bytes, **fields: int) -> None:
     found = parse(raw.get(name(of)))
     assert isinstance(found, Header)
     honest = {"stored_bytes": len(payload), "checksum": checksum(payload)}
-    lie = replace(found, **(honest | fields))  # type: ignore[arg-type]  # the integer fields only
+    lie = found._replace(**(honest | fields))  # type: ignore[arg-type]  # the integer fields only
     raw.set(name(of), lie.pack() + payload)
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,7 @@ def test_what_was_entered_is_found_after_a_restart(place: Place) -> None:
 def test_a_short_key_is_no_longer_for_it(place: Place) -> None:
     table = place.table()
     table.hand_over(0, LAYOUT, 10)
-    short = replace(entry(1), key=BlockKey(key_of(1)[:32]))
+    short = entry(1)._replace(key=BlockKey(key_of(1)[:32]))
     table.put(0, 0, [short])
     assert scanned(table, 0) == {0: short}
 
@@ -82,7 +81,7 @@ def test_a_short_key_is_no_longer_for_it(place: Place) -> None:
 def test_a_key_that_ends_in_zeros_keeps_them(place: Place) -> None:
     table = place.table()
     table.hand_over(0, LAYOUT, 10)
-    zeros = replace(entry(1), key=BlockKey(key_of(1)[:40] + bytes(8)))
+    zeros = entry(1)._replace(key=BlockKey(key_of(1)[:40] + bytes(8)))
     table.put(0, 0, [zeros])
     assert scanned(table, 0) == {0: zeros}
 
