@@ -1,4 +1,4 @@
-"""The command line: ``kvstore serve | stats | check | evict | doctor | config``."""
+"""The command line: ``kvstore serve | stats | check | evict | doctor | config | replay``."""
 
 import json
 import logging
@@ -22,6 +22,7 @@ from kvstore.doctor import Finding, Verdict, examine
 from kvstore.errors import ConfigError, KVStoreError, OwnershipError
 from kvstore.opening import open_file_tier
 from kvstore.quantity import format_size, parse_size
+from kvstore.replay.command import replay
 from kvstore.servers import ServerReport, clear, survey
 from kvstore.tiers.base import StoredBlock
 from kvstore.types import NAMESPACE_DIGEST_BYTES
@@ -183,6 +184,9 @@ def doctor(path: ConfigPath = None, as_json: AsJson = False) -> None:
         print(json.dumps([asdict(finding) | {"verdict": finding.verdict.value} for finding in findings], indent=2))
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(EXIT_BAD_NEWS)
+
+
+app.command()(replay)
 
 
 def _print_finding(finding: Finding) -> None:
