@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test mutants demo bench-tiers protos lock
+.PHONY: help setup check test mutants demo bench-tiers bench-sidecar protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,9 @@ demo: setup ## The main job: a real model answers from every tier, in the end as
 
 bench-tiers: setup ## Speed of every tier beside its limit: build/bench-tiers.json
 	$(BIN)/python -m bench.tiers $(ARGS)
+
+bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: build/bench-sidecar.json
+	$(BIN)/python -m bench.sidecar $(ARGS)
 
 protos: setup ## Generate kvstore/api from protos/; make check tells when it is stale
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/kvstore/api/v1/*.proto

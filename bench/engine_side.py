@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.block_store import BlockStore
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lending import Transfer
 from kvstore.namespace import Namespace
-from kvstore.store import Store
 from kvstore.types import BlockKey, Outcome
 
 TOKENS_PER_BLOCK = 16
@@ -42,7 +42,7 @@ def noise(num_blocks: int, block_bytes: int) -> Bytes:
 class Engine:
     """An engine with host memory of its own, one chain of blocks long."""
 
-    def __init__(self, store: Store, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, store: BlockStore, block_bytes: int, num_blocks: int) -> None:
         self.store = store
         self.ns: Namespace = store.open_namespace(Identity("bench", b"weights"), layout_of(block_bytes))
         self.computed = noise(num_blocks, block_bytes)

@@ -36,12 +36,12 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     head = provenance()
-    rows = [row for name, part in PARTS.items() if arguments.only in (None, name) for row in _shown(part(scale))]
-    found = list(_costs_shown(costs(scale))) if arguments.only in (None, "costs") else []
+    rows = [row for name, part in PARTS.items() if arguments.only in (None, name) for row in shown(part(scale))]
+    found = list(shown_costs(costs(scale))) if arguments.only in (None, "costs") else []
     save(arguments.output, {**head, "rows": [asdict(row) for row in rows], "costs": [asdict(cost) for cost in found]})
 
 
-def _shown(rows: Iterator[Row]) -> Iterator[Row]:
+def shown(rows: Iterator[Row]) -> Iterator[Row]:
     for row in rows:
         goal = "" if row.wanted is None else f"{row.wanted:5.2f} {'met' if row.ratio >= row.wanted else 'MISSED'}"
         print(
@@ -52,7 +52,7 @@ def _shown(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def _costs_shown(found: Iterator[Cost]) -> Iterator[Cost]:
+def shown_costs(found: Iterator[Cost]) -> Iterator[Cost]:
     for cost in found:
         goal = "" if cost.wanted is None else f"<= {cost.wanted:g} {'met' if cost.value <= cost.wanted else 'MISSED'}"
         print(f"{cost.what:90} {cost.value:8g} {cost.unit:2} {goal}", flush=True)

@@ -123,13 +123,33 @@ class Lookup:
     """A better answer is on its way: ask again."""
 
 
-@dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit came to."""
+    """What a commit came to. Behind a wire the answer is on its way: whoever asks waits, as the budget allows."""
 
-    slots: list[int]
-    accepted: frozenset[BlockKey]
-    """Blocks that are being copied down: pinned until they are in a lower tier."""
+    def __init__(
+        self, slots: list[int], accepted: frozenset[BlockKey], ask: Callable[[], "Committed"] | None = None
+    ) -> None:
+        """``ask``, if given, is called once, when somebody wants to know."""
+        self._slots = slots
+        self._accepted = accepted
+        self._ask = ask
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots that have the keys; none if the lease was lost."""
+        self._settle()
+        return self._slots
+
+    @property
+    def accepted(self) -> frozenset[BlockKey]:
+        """Blocks that are being copied down: pinned until they are in a lower tier."""
+        self._settle()
+        return self._accepted
+
+    def _settle(self) -> None:
+        if self._ask is not None:
+            answer, self._ask = self._ask(), None
+            self._slots, self._accepted = answer.slots, answer.accepted
 
 
 def _require(actual: LeaseState, wanted: LeaseState, call: str) -> None:

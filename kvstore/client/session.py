@@ -30,7 +30,7 @@ class Call:
 
     deadline_s: float
     on_reply: OnReply | None = None
-    """What ``poll`` is to do with the reply, or with None; without it the asker waits for ``settled``."""
+    """What the owner's ``poll`` is to do with the reply, or with None."""
     settled: Event = field(default_factory=Event)
     reply: api.SessionReply | None = None
 
@@ -118,9 +118,8 @@ class Session:
 
     def _settle(self, call: Call, reply: api.SessionReply | None) -> None:
         call.reply = reply
-        if call.on_reply is None:
-            call.settled.set()
-        else:
+        call.settled.set()
+        if call.on_reply is not None:
             self._inbox.put(partial(call.on_reply, reply))
 
     # ---- the owner thread
@@ -140,27 +139,26 @@ class Session:
 
     def ask(self, request: api.SessionRequest, budget_s: float) -> api.SessionReply | None:
         """Send, and wait for the reply as long as the budget lasts; None: there is none."""
-        call = Call(time.monotonic() + budget_s)
-        if self.is_stalled or not self._send(request, call):
-            return None
-        if not call.settled.wait(budget_s):
-            self._calls.pop(request.call, None)
-            self.is_stalled = not call.settled.is_set()
-        return call.reply
+        call = None if self.is_stalled else self.begin(request, time.monotonic() + budget_s)
+        return None if call is None else self.result(call)
 
-    def begin(self, request: api.SessionRequest, deadline_s: float, on_reply: OnReply) -> bool:
-        """Send; ``on_reply`` is called in some ``poll``. False, and nothing happens, where the session is over."""
-        return self._send(request, Call(deadline_s, on_reply))
+    def begin(self, request: api.SessionRequest, deadline_s: float, on_reply: OnReply | None = None) -> Call | None:
+        """Send; ``on_reply`` is called in some ``poll``. None, and nothing happens, where the session is over."""
+        call = Call(deadline_s, on_reply)
+        self._calls[request.call] = call
+        self._outbox.put(request)
+        # At the end the reader has settled the calls that it saw; it does not come back for one more.
+        return None if self.is_over and self._calls.pop(request.call, None) is not None else call
+
+    def result(self, call: Call) -> api.SessionReply | None:
+        """The reply, waited for until the call's deadline; None: there is none."""
+        if not call.settled.wait(max(0.0, call.deadline_s - time.monotonic())):
+            self.is_stalled = True
+        return call.reply
 
     def give_up_overdue(self) -> None:
         """Settle the calls whose time is over with None."""
         now_s = time.monotonic()
         for number, call in list(self._calls.items()):
-            if call.on_reply is not None and now_s >= call.deadline_s and self._calls.pop(number, None) is not None:
+            if now_s >= call.deadline_s and self._calls.pop(number, None) is not None:
                 self._settle(call, None)
-
-    def _send(self, request: api.SessionRequest, call: Call) -> bool:
-        self._calls[request.call] = call
-        self._outbox.put(request)
-        # At the end the reader has settled the calls that it saw; it does not come back for one more.
-        return not (self.is_over and self._calls.pop(request.call, None) is not None)

@@ -34,6 +34,7 @@ BUDGET_S = 0.1
 """An engine's step takes some ten milliseconds; a sidecar that needs longer than a few of them is not worth waiting."""
 FRESH_S = 1.0
 MAX_ANSWERS = 1024
+LONG_CHAIN_BLOCKS = 64
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -60,8 +61,6 @@ class _Held:
 
     session: Session
     call: int
-    is_broken: bool = False
-    """A commit had no answer: nobody here knows which slots are named."""
 
 
 class StoreClient:
@@ -83,6 +82,7 @@ class StoreClient:
         """A session that is yet to hear that nothing of the ones before it is written to."""
         self._inbox = Inbox()
         self._lending = Lending(self, self._inbox)
+        self._packed: tuple[tuple[BlockKey, ...], api.Chain] = ((), api.Chain())
         self._closed = False
         self._connection = Connection(
             path or machine.default_socket(), token, name or f"process {os.getpid()}", self._inbox, self._reopen
@@ -129,7 +129,7 @@ class StoreClient:
         opened = self._opened(chain)
         if opened is None:
             return 0
-        arrive = api.Arrive(request=pack_request(request), chain=pack_chain(opened.number, chain))
+        arrive = api.Arrive(request=pack_request(request), chain=self._pack(opened, chain))
         reply = self._ask(self._session(), "arrive", arrive=arrive)
         return reply.arrived.keep if reply is not None and reply.HasField("arrived") else len(chain)
 
@@ -138,7 +138,7 @@ class StoreClient:
         opened, session = self._opened(chain), self._session()
         if opened is not None and session is not None:
             finish = api.Finish(
-                request=pack_request(request), chain=pack_chain(opened.number, chain), output_tokens=output_tokens
+                request=pack_request(request), chain=self._pack(opened, chain), output_tokens=output_tokens
             )
             session.tell(api.SessionRequest(finish=finish))
 
@@ -157,7 +157,7 @@ class StoreClient:
             return answer.lookup
         if answer is None or answer.lookup is not None:
             self.stats.inc("kvstore_lookups_total")
-            answer = self._ask_for(session, pack_chain(opened.number, chain), now_s)
+            answer = self._ask_for(session, self._pack(opened, chain), now_s)
         while len(self._answers) >= MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._answers[asked] = answer
@@ -191,9 +191,9 @@ class StoreClient:
                 prefetch.ready = reply.prefetched.ready
                 prefetch.blocks_from.update(reply.prefetched.blocks_from)
 
-        request = api.Prefetch(chain=pack_chain(opened.number, chain), budget_ms=int(budget_s * 1000))
+        request = api.Prefetch(chain=self._pack(opened, chain), budget_ms=int(budget_s * 1000))
         message = api.SessionRequest(call=next(self._calls), prefetch=request)
-        if session.begin(message, deadline_s + self._budget_s, on_reply):
+        if session.begin(message, deadline_s + self._budget_s, on_reply) is not None:
             prefetch.done = False
             self._prefetches.add(prefetch)
         return prefetch
@@ -207,7 +207,7 @@ class StoreClient:
         ns = opened.ns if opened else _NOWHERE
         call, offsets_bytes = next(self._calls), list[int]()
         if opened is not None and session is not None:
-            offsets_bytes = self._lease(session, call, "pin", pin=api.Pin(chain=pack_chain(opened.number, chain)))
+            offsets_bytes = self._lease(session, call, "pin", pin=api.Pin(chain=self._pack(opened, chain)))
         if session is None or not offsets_bytes:
             return ReadLease(ns, (), [], _no_views, self.release)
         lease = ReadLease(
@@ -241,7 +241,8 @@ class StoreClient:
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
         """Name the next ``len(keys)`` slots of ``lease``, root first; none of them where the lease was lost.
 
-        Raises ``LeaseError`` past the lease's end or for more keys than slots.
+        Does not wait; whoever asks what came of it does. Raises ``LeaseError`` past the lease's end or for more keys
+        than slots.
         """
         lease.require(LeaseState.HELD, "commit")
         if len(keys) > len(lease.unnamed):
@@ -250,25 +251,39 @@ class StoreClient:
         if any(not key.startswith(lease.ns.digest) for key in keys):
             raise LayoutError(f"a key is of another namespace than that of model {lease.ns.identity.model!r}")
         held = self._held.get(lease)
-        if not keys or held is None or held.is_broken or not held.session.holds:
+        if not keys or held is None or not held.session.holds:
             return Committed([], frozenset())
-        commit = api.Commit(
+        request = api.Commit(
             lease=held.call,
-            chain=pack_chain(opened.number, keys),
+            chain=self._pack(opened, keys),
             parent=parent[NAMESPACE_DIGEST_BYTES:] if parent is not None else b"",
+            num_named=lease.num_named,
         )
-        reply = self._ask(held.session, "commit", commit=commit)
-        if reply is None or not reply.HasField("committed"):
-            held.is_broken = True
-            return Committed([], frozenset())
         lease.num_named += len(keys)
         if not lease.unnamed:
             lease.state = LeaseState.ENDED
             del self._held[lease]
-        self.stats.inc("kvstore_stored_blocks_total", len(keys))
-        self.stats.inc("kvstore_stored_bytes_total", len(keys) * lease.ns.layout.block_bytes)
-        accepted = frozenset(keys[index] for index in reply.committed.accepted)
-        return Committed(list(reply.committed.offsets_bytes), accepted)
+        return self._commit(held, request, keys, lease.ns.layout.block_bytes)
+
+    def _commit(self, held: _Held, request: api.Commit, keys: Sequence[BlockKey], block_bytes: int) -> Committed:
+        session = held.session
+
+        def on_reply(reply: api.SessionReply | None) -> None:
+            if reply is not None and reply.HasField("committed"):
+                self.stats.inc("kvstore_stored_blocks_total", len(keys))
+                self.stats.inc("kvstore_stored_bytes_total", len(keys) * block_bytes)
+                return
+            self.stats.inc("kvstore_errors_total", 1, "client.commit")
+            session.tell(api.SessionRequest(end_leases=api.EndLeases(leases=[held.call])))
+
+        def ask() -> Committed:
+            reply = session.result(call) if call is not None else None
+            committed = reply.committed if reply is not None else api.Committed()
+            return Committed(list(committed.offsets_bytes), frozenset(keys[index] for index in committed.accepted))
+
+        message = api.SessionRequest(call=next(self._calls), commit=request)
+        call = session.begin(message, time.monotonic() + self._budget_s, on_reply)
+        return Committed([], frozenset(), ask)
 
     def abort(self, lease: WriteLease) -> None:
         """Give the unnamed slots back; nothing may touch them any more. Raises ``LeaseError`` the second time."""
@@ -401,6 +416,15 @@ class StoreClient:
 
     def _opened(self, chain: Sequence[BlockKey]) -> _Opened | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None
+
+    def _pack(self, opened: _Opened, chain: Sequence[BlockKey]) -> api.Chain:
+        """A request asks about the same chain several times over; its ends stand for it."""
+        if len(chain) < LONG_CHAIN_BLOCKS:
+            return pack_chain(opened.number, chain)
+        ends = chain[0], chain[-1]
+        if self._packed[0] != ends:
+            self._packed = ends, pack_chain(opened.number, chain)
+        return self._packed[1]
 
     def _require_open(self) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ MAX_NAMESPACES = 1024
 MAX_LEASES = 16384
 MAX_PREFETCHES = 4096
 MAX_PREFETCH_MS = 600_000
+LONG_CHAIN_BLOCKS = 64
 
 Reply = api.SessionReply
 
@@ -63,6 +64,8 @@ class Session:
     prefetches: dict[int, Prefetch] = field(default_factory=dict)
     num_pings: int = 0
     last_pong: int = 0
+    latest: tuple[bytes, list[BlockKey]] = (b"", [])
+    """The last long chain as it came and as keys: a request is looked up, fetched and pinned by the same one."""
     idle_ticks: int = 0
     """Ticks since the last pong."""
 
@@ -160,6 +163,10 @@ class Session:
         lease = self.writes.get(commit.lease)
         if lease is None:
             raise WireError(f"commit of lease {commit.lease}, which this session does not hold")
+        if lease.num_named != commit.num_named:
+            raise WireError(
+                f"commit from slot {commit.num_named} on, but {lease.num_named} have keys: one before failed"
+            )
         ns, keys = self._chain(commit.chain)
         parent = BlockKey(ns.digest + commit.parent) if commit.parent else None
         committed = self.store.commit(lease, keys, parent)
@@ -196,7 +203,13 @@ class Session:
 
     def _chain(self, chain: api.Chain) -> tuple[Namespace, list[BlockKey]]:
         ns = self._namespace(chain.namespace)
-        return ns, unpack_chain(ns.digest, chain)
+        digests, keys = self.latest
+        if digests and digests == chain.digests and keys[0].startswith(ns.digest):
+            return ns, keys
+        keys = unpack_chain(ns.digest, chain)
+        if len(keys) >= LONG_CHAIN_BLOCKS:
+            self.latest = chain.digests, keys
+        return ns, keys
 
     def _require_room(self, call: int) -> None:
         if call == 0 or call in self.reads or call in self.writes:

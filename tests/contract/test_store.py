@@ -10,11 +10,11 @@ from kvstore.client.store_client import StoreClient
 from kvstore.config import Config
 from kvstore.opening import open_store
 from kvstore.store import Store
+from kvstore.testing.sidecar import Sidecar
 from kvstore.testing.store_contract import LateStore, StoreContract
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.memory import Arena, MemoryTier
 from tests.real_stores import config_of
-from tests.sidecars import Sidecar, sidecar
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class TestStoreThatIsAlwaysLate(StoreContract):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Sidecar]:
-    with sidecar() as served:
+    with Sidecar() as served:
         yield served
 
 

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
+from kvstore.testing.sidecar import Sidecar, eventually
 from tests.engine_process import engine_process
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
-from tests.sidecars import Sidecar, eventually, sidecar
 
 LEASE_S = 1.0
 NUM_SLOTS = 32
@@ -18,7 +18,7 @@ NUM_SLOTS = 32
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Sidecar]:
-    with sidecar(MEMORY_CAPACITY="1MiB", SERVER_LEASE=f"{int(LEASE_S * 1000)}ms") as served:
+    with Sidecar(MEMORY_CAPACITY="1MiB", SERVER_LEASE=f"{int(LEASE_S * 1000)}ms") as served:
         yield served
 
 

@@ -22,14 +22,14 @@ from kvstore.client.store_client import StoreClient
 from kvstore.errors import LayoutError, SidecarError
 from kvstore.layout import Layout
 from kvstore.lease import Lookup
+from kvstore.testing.sidecar import Sidecar, eventually
 from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
-from tests.sidecars import Sidecar, eventually, sidecar
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Sidecar]:
-    with sidecar() as served:
+    with Sidecar() as served:
         yield served
 
 
@@ -93,7 +93,7 @@ def test_whatever_is_said_at_the_arenas_door_the_sidecar_lives(served: Sidecar, 
 
 
 def test_it_takes_a_token() -> None:
-    with sidecar(SERVER_TOKEN="right") as served:
+    with Sidecar(SERVER_TOKEN="right") as served:
         with closing(StoreClient(served.socket, token="right")) as client:
             assert client.wait_connected(10.0)
             assert client.reserve(client.open_namespace(IDENTITY, LAYOUT), 1).num_blocks == 1
@@ -104,7 +104,7 @@ def test_it_takes_a_token() -> None:
 
 
 def test_sigterm_ends_it_and_what_was_accepted_is_on_file(tmp_path: Path) -> None:
-    with sidecar(FILE_DIRECTORIES=str(tmp_path), FILE_CAPACITY="64MiB") as served:
+    with Sidecar(FILE_DIRECTORIES=str(tmp_path), FILE_CAPACITY="64MiB") as served:
         with closing(served.client()) as client:
             ns = client.open_namespace(IDENTITY, LAYOUT)
             put(client, ns, chain_of(ns, 20))
@@ -117,7 +117,7 @@ def test_sigterm_ends_it_and_what_was_accepted_is_on_file(tmp_path: Path) -> Non
 
 
 def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:
-    with sidecar() as served, closing(served.client(budget_s=1.0)) as client:
+    with Sidecar() as served, closing(served.client(budget_s=1.0)) as client:
         ns = client.open_namespace(IDENTITY, LAYOUT)
         chain = chain_of(ns, 4)
         put(client, ns, chain)
@@ -145,7 +145,7 @@ def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:
 
 
 def test_a_silent_sidecar_costs_one_budget() -> None:
-    with sidecar() as served, closing(served.client(budget_s=0.3)) as client:
+    with Sidecar() as served, closing(served.client(budget_s=0.3)) as client:
         ns = client.open_namespace(IDENTITY, LAYOUT)
         chain = chain_of(ns, 4)
         put(client, ns, chain)

@@ -198,14 +198,16 @@ class Reserve(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease", "chain", "parent")
+    __slots__ = ("lease", "chain", "parent", "num_named")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_NAMED_FIELD_NUMBER: _ClassVar[int]
     lease: int
     chain: Chain
     parent: bytes
-    def __init__(self, lease: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    num_named: int
+    def __init__(self, lease: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., parent: _Optional[bytes] = ..., num_named: _Optional[int] = ...) -> None: ...
 
 class EndLeases(_message.Message):
     __slots__ = ("leases",)

@@ -1,14 +1,14 @@
-"""Real sidecars for tests: a process of their own, in a directory short enough for a socket's path."""
+"""A sidecar in a process of its own, in a directory short enough for a socket's path."""
 
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvstore.api.v1.admin_pb2 import SidecarStats
 from kvstore.client.admin import Admin
@@ -19,24 +19,33 @@ PATIENCE_S = 20.0
 
 
 class Sidecar:
-    """``kvstore serve`` in a process; ``settings`` are its environment, ``{"MEMORY_CAPACITY": "4MiB"}``."""
+    """``kvstore serve``, as a context manager. Settings are as in the environment: ``MEMORY_CAPACITY="1GiB"``."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
-        self.socket = directory / "kv.sock"
-        self.log = directory / "log"
-        self._settings = {"SERVER_SOCKET": str(self.socket), **settings}
+    def __init__(self, **settings: str) -> None:
+        self._directory = TemporaryDirectory(prefix="kv-")
+        self.socket = Path(self._directory.name) / "kv.sock"
+        self.log = Path(self._directory.name) / "log"
+        self._settings = {"MEMORY_CAPACITY": "4MiB", "SERVER_SOCKET": str(self.socket), **settings}
         self.process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        environ |= {f"KVSTORE_{name}": value for name, value in self._settings.items()}
-        with self.log.open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "kvstore", "serve"], env=environ, stdout=log, stderr=log)
+    def __enter__(self) -> "Sidecar":
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._directory.cleanup()
+
+    def wait_ready(self) -> None:
+        """Until it listens, or has ended."""
+        eventually(lambda: admin_socket(self.socket).exists() or self.process.poll() is not None)
 
     def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
         self.process.send_signal(number)
 
     def kill(self) -> None:
+        """SIGKILL."""
         with suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
@@ -47,6 +56,7 @@ class Sidecar:
         return self.process.wait(PATIENCE_S)
 
     def restart(self) -> None:
+        """Kill it and start another one at the same place; does not wait for it."""
         self.kill()
         self.process = self._start()
 
@@ -57,9 +67,11 @@ class Sidecar:
         return client
 
     def admin(self) -> Admin:
+        """The operator's line."""
         return Admin(self.socket)
 
     def stats(self) -> SidecarStats:
+        """What it says of itself."""
         with self.admin() as admin:
             return admin.stats()
 
@@ -67,20 +79,15 @@ class Sidecar:
         """A value as the sidecar counts it; 0 where nothing was counted."""
         return next((s.value for s in self.stats().samples if s.metric == name and tuple(s.labels) == labels), 0.0)
 
-
-@contextmanager
-def sidecar(**settings: str) -> Iterator[Sidecar]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as name:
-        served = Sidecar(Path(name), {"MEMORY_CAPACITY": "4MiB", **settings})
-        try:
-            eventually(lambda: admin_socket(served.socket).exists() or served.process.poll() is not None)
-            yield served
-        finally:
-            served.kill()
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        environ |= {f"KVSTORE_{name}": value for name, value in self._settings.items()}
+        with self.log.open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "kvstore", "serve"], env=environ, stdout=log, stderr=log)
 
 
 def eventually(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Wait until it is so."""
+    """Wait until it is so; AssertionError if that takes too long."""
     give_up_s = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < give_up_s, "it never came about"
