@@ -64,9 +64,23 @@ class WriteLease:
         """Slots that no commit has named yet."""
         return self.slots[self.num_named :]
 
+    def split(self) -> list["WriteLease"]:
+        """A lease for each slot that has no name yet, instead of this one."""
+        self.require(LeaseState.HELD, "split")
+        self.state = LeaseState.ENDED
+        return [WriteLease(self.ns, [slot], self.look, self.end) for slot in self.unnamed]
+
     def require(self, state: LeaseState, call: str) -> None:
         """Raises ``LeaseError`` unless the lease is in ``state``."""
         _require(self.state, state, call)
+
+
+@dataclass(eq=False, slots=True)
+class StripeLease(WriteLease):
+    """Slots that every rank of an engine writes its stripe to."""
+
+    keys: Sequence[BlockKey] = ()
+    """What each slot is for."""
 
 
 @dataclass(eq=False, slots=True)

@@ -24,6 +24,16 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """One worker process of an engine that computes a part of every block: number ``index`` of ``num_ranks``."""
+
+    engine: str
+    """The same for all ranks of one engine, and nobody else's."""
+    index: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What an engine tells the store of one request, once, when it arrives.
 

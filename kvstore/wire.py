@@ -13,7 +13,7 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
-from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
+from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Rank, Request
 
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_CHAIN_BLOCKS = 128 << 10
@@ -110,6 +110,16 @@ def pack_request(request: Request) -> api.Request:
 def unpack_request(namespace: bytes, message: api.Request) -> Request:
     """From a message."""
     return Request(message.request_id, message.now_s, namespace, message.input_tokens, dict(message.hints))
+
+
+def pack_rank(rank: Rank) -> api.Rank:
+    """As a message."""
+    return api.Rank(engine=rank.engine, index=rank.index, num_ranks=rank.num_ranks)
+
+
+def unpack_rank(message: api.Rank) -> Rank:
+    """From a message."""
+    return Rank(message.engine, message.index, message.num_ranks)
 
 
 def frame(message: api.Hello | api.Welcome) -> bytes:

@@ -1,6 +1,6 @@
 """An engine process that does what a test says, one line at a time: what can be killed, stopped and woken.
 
-python -m tests.engine_process SOCKET     a JSON list in, a JSON value out
+python -m tests.engine_process SOCKET [ENGINE INDEX NUM_RANKS]     a JSON list in, a JSON value out
 """
 
 import json
@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvstore.client.rank_client import RankClient
 from kvstore.client.store_client import StoreClient
 from kvstore.lease import ReadLease, WriteLease
+from kvstore.types import Rank
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
 
 
 class Engine:
     """What can be said to it."""
 
-    def __init__(self, socket: Path) -> None:
-        self.client = StoreClient(socket, budget_s=5.0)
+    def __init__(self, socket: Path, rank: Rank | None) -> None:
+        self.client = StoreClient(socket, budget_s=5.0) if rank is None else RankClient(rank, socket, budget_s=5.0)
         self.client.wait_connected(20.0)
         self.ns = self.client.open_namespace(IDENTITY, LAYOUT)
         self.write: WriteLease | None = None
@@ -36,6 +38,11 @@ class Engine:
 
     def reserve(self, num_blocks: int) -> int:
         self.write = self.client.reserve(self.ns, num_blocks)
+        return self.write.num_blocks
+
+    def reserve_stripes(self, number: int, num_blocks: int) -> int:
+        assert isinstance(self.client, RankClient)
+        self.write = self.client.reserve_stripes(self.ns, chain_of(self.ns, num_blocks, number), None)
         return self.write.num_blocks
 
     def scribble(self) -> None:
@@ -88,8 +95,9 @@ class Engine:
 class EngineProcess:
     """An ``Engine`` in a process of its own, from this side."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, rank: Rank | None) -> None:
         command = [sys.executable, "-m", "tests.engine_process", str(socket)]
+        command += [rank.engine, str(rank.index), str(rank.num_ranks)] if rank else []
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.answer() == "ready"
 
@@ -113,8 +121,8 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(socket: Path) -> Iterator[EngineProcess]:
-    engine = EngineProcess(socket)
+def engine_process(socket: Path, rank: Rank | None = None) -> Iterator[EngineProcess]:
+    engine = EngineProcess(socket, rank)
     try:
         yield engine
     finally:
@@ -123,7 +131,8 @@ def engine_process(socket: Path) -> Iterator[EngineProcess]:
 
 
 def main() -> None:
-    engine = Engine(Path(sys.argv[1]))
+    socket, *rank = sys.argv[1:]
+    engine = Engine(Path(socket), Rank(rank[0], int(rank[1]), int(rank[2])) if rank else None)
     _say("ready")
     for line in sys.stdin:
         what, *arguments = json.loads(line)

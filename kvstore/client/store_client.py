@@ -56,7 +56,7 @@ class _Opened:
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class Held:
     """A lease as the sidecar knows it."""
 
     session: Session
@@ -76,7 +76,7 @@ class StoreClient:
         self._namespaces: dict[bytes, _Opened] = {}
         self._opening = threading.Lock()
         self._answers: dict[tuple[BlockKey, BlockKey], _Answer] = {}
-        self._held: dict[ReadLease | WriteLease, _Held] = {}
+        self._held: dict[ReadLease | WriteLease, Held] = {}
         self._prefetches: set[Prefetch] = set()
         self._unacknowledged: Session | None = None
         """A session that is yet to hear that nothing of the ones before it is written to."""
@@ -202,18 +202,22 @@ class StoreClient:
 
     def pin(self, chain: Sequence[BlockKey]) -> ReadLease:
         """Pin the longest READY prefix of ``chain`` in RAM; ask the lease whether it is ``still_held`` after a copy."""
+        return self._pin(chain)
+
+    def _pin(self, chain: Sequence[BlockKey], **of_rank: Any) -> ReadLease:
         self._require_open()
         opened, session = self._opened(chain), self._session()
         ns = opened.ns if opened else _NOWHERE
         call, offsets_bytes = next(self._calls), list[int]()
         if opened is not None and session is not None:
-            offsets_bytes = self._lease(session, call, "pin", pin=api.Pin(chain=self._pack(opened, chain)))
+            pin = api.Pin(chain=self._pack(opened, chain), **of_rank)
+            offsets_bytes = list(self._lease(session, call, "pin", pin=pin).offsets_bytes)
         if session is None or not offsets_bytes:
-            return ReadLease(ns, (), [], _no_views, self.release)
+            return ReadLease(ns, (), [], no_views, self.release)
         lease = ReadLease(
             ns, chain[: len(offsets_bytes)], offsets_bytes, session.views, self.release, lambda: session.holds
         )
-        self._held[lease] = _Held(session, call)
+        self._held[lease] = Held(session, call)
         self.stats.inc("kvstore_loaded_blocks_total", lease.num_blocks, "memory")
         self.stats.inc("kvstore_loaded_bytes_total", lease.num_blocks * ns.layout.block_bytes, "memory")
         return lease
@@ -232,10 +236,10 @@ class StoreClient:
         offsets_bytes: list[int] = []
         if session is not None and num_blocks > 0:
             reserve = api.Reserve(namespace=opened.number, num_blocks=num_blocks)
-            offsets_bytes = self._lease(session, call, "reserve", reserve=reserve)
-        lease = WriteLease(ns, offsets_bytes, session.views if session else _no_views, self.abort)
+            offsets_bytes = list(self._lease(session, call, "reserve", reserve=reserve).offsets_bytes)
+        lease = WriteLease(ns, offsets_bytes, session.views if session else no_views, self.abort)
         if session is not None and offsets_bytes:
-            self._held[lease] = _Held(session, call)
+            self._held[lease] = Held(session, call)
         return lease
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
@@ -265,7 +269,7 @@ class StoreClient:
             del self._held[lease]
         return self._commit(held, request, keys, lease.ns.layout.block_bytes)
 
-    def _commit(self, held: _Held, request: api.Commit, keys: Sequence[BlockKey], block_bytes: int) -> Committed:
+    def _commit(self, held: Held, request: api.Commit, keys: Sequence[BlockKey], block_bytes: int) -> Committed:
         session = held.session
 
         def on_reply(reply: api.SessionReply | None) -> None:
@@ -390,13 +394,13 @@ class StoreClient:
             self.stats.inc("kvstore_errors_total", 1, f"client.{what}")
         return reply
 
-    def _lease(self, session: Session, call: int, what: str, **request: Any) -> list[int]:
-        """Begin a lease; where its slots start, none if that did not come off."""
+    def _lease(self, session: Session, call: int, what: str, **request: Any) -> api.Leased:
+        """Begin a lease; an empty one if that did not come off."""
         reply = self._ask(session, what, call, **request)
         if reply is None:
             session.tell(api.SessionRequest(end_leases=api.EndLeases(leases=[call])))  # in case it is only late
-            return []
-        return list(reply.leased.offsets_bytes)
+            return api.Leased()
+        return reply.leased
 
     def _end(self, lease: ReadLease | WriteLease) -> None:
         held = self._held.pop(lease, None)
@@ -439,7 +443,8 @@ class StoreClient:
         return opened
 
 
-def _no_views(_ns: Namespace, _slots: Sequence[int]) -> list[memoryview]:
+def no_views(_ns: Namespace, _slots: Sequence[int]) -> list[memoryview]:
+    """Of no slots there is nothing to see."""
     return []
 
 

@@ -72,13 +72,13 @@ class Admin(AdminServicer):
 def _client_stats(client: Client) -> api.ClientStats:
     session = client.session
     stats = api.ClientStats(
-        name=client.title, num_quarantined_slots=sum(len(lease.unnamed) for lease in client.quarantined)
+        name=client.title, num_quarantined_slots=sum(slots.num_slots for slots in client.quarantined)
     )
     if session is not None:
         stats.incarnation = client.incarnation
         stats.num_reads, stats.num_writes, stats.idle_ticks = (
             len(session.reads),
-            len(session.writes),
+            len(session.writes) + len(session.stripes),
             session.idle_ticks,
         )
     return stats

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
+from kvstore.server.ranks import Ranks
 from kvstore.server.session import Client, Session
 from kvstore.store import Store
 
@@ -29,6 +30,7 @@ class Clients:
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
+        self._ranks = Ranks(store)
         self._clients: dict[bytes, Client] = {}
 
     def __iter__(self) -> Iterator[Client]:
@@ -57,7 +59,7 @@ class Clients:
             self.end(client.session)
         client.incarnation = register.incarnation
         client.title = register.name[:MAX_TITLE_CHARACTERS]
-        client.session = Session(self._store, self._clock, client, send, end_stream)
+        client.session = Session(self._store, self._ranks, self._clock, client, send, end_stream)
         return client.session
 
     def end(self, session: Session) -> None:
@@ -66,20 +68,19 @@ class Clients:
         if client.session is not session:
             return
         client.session = None
-        for lease in session.close():
-            self._store.quarantine(lease)
-            client.quarantined.append(lease)
+        session.close()
         session.end_stream()
 
     def depart(self, client: Client) -> None:
         """The process is gone, and so is its mapping."""
         if client.session is not None:
             self.end(client.session)
-        client.acknowledge(self._store)
+        client.acknowledge()
         del self._clients[client.id]
 
     def tick(self) -> None:
-        """Ping everyone; end the sessions that have been silent for too long."""
+        """Ping everyone; end the sessions that have been silent for too long, and what ranks have let wait."""
+        self._ranks.tick()
         for session in self.sessions():
             session.idle_ticks += 1
             if session.idle_ticks > LEASE_TICKS:

@@ -7,15 +7,17 @@ beginning, however late an answer was.
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import KVStoreError, WireError
 from kvstore.lease import LeaseState, ReadLease, WriteLease
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
+from kvstore.server.ranks import Ranks, Stripes
 from kvstore.store import Store
 from kvstore.types import BlockKey
-from kvstore.wire import unpack_chain, unpack_identity, unpack_layout, unpack_request
+from kvstore.wire import unpack_chain, unpack_identity, unpack_layout, unpack_rank, unpack_request
 
 CLIENT_BYTES = 16
 MAX_NAMESPACES = 1024
@@ -25,6 +27,14 @@ MAX_PREFETCH_MS = 600_000
 LONG_CHAIN_BLOCKS = 64
 
 Reply = api.SessionReply
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Slots that a process may still write to, and how to have them back."""
+
+    num_slots: int
+    reclaim: Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -37,13 +47,13 @@ class Client:
     """What the process calls itself."""
     incarnation: int = 0
     session: "Session | None" = None
-    quarantined: list[WriteLease] = field(default_factory=list)
+    quarantined: list[Quarantined] = field(default_factory=list)
     """What earlier sessions left behind unnamed: the process may still write there."""
 
-    def acknowledge(self, store: Store) -> None:
+    def acknowledge(self) -> None:
         """Nothing of the process writes there any more."""
-        for lease in self.quarantined:
-            store.reclaim(lease)
+        for slots in self.quarantined:
+            slots.reclaim()
         self.quarantined.clear()
 
 
@@ -52,6 +62,7 @@ class Session:
     """One stream of one client. What it holds ends in ``close``."""
 
     store: Store
+    ranks: Ranks
     clock: Callable[[], float]
     client: Client
     send: Callable[[api.SessionReply], None]
@@ -61,6 +72,7 @@ class Session:
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     reads: dict[int, ReadLease] = field(default_factory=dict)
     writes: dict[int, WriteLease] = field(default_factory=dict)
+    stripes: dict[int, Stripes] = field(default_factory=dict)
     prefetches: dict[int, Prefetch] = field(default_factory=dict)
     num_pings: int = 0
     last_pong: int = 0
@@ -90,15 +102,21 @@ class Session:
         for call in [call for call, prefetch in self.prefetches.items() if prefetch.done]:
             yield _prefetched(call, self.prefetches.pop(call))
 
-    def close(self) -> list[WriteLease]:
-        """End every pin; returns the leases whose slots the client may still write to."""
+    def close(self) -> None:
+        """End every pin; leave the slots that the client may still write to in its quarantine."""
         for read in self.reads.values():
             self.store.release(read)
+        for write in self.writes.values():
+            self.store.quarantine(write)
+            self.client.quarantined.append(Quarantined(len(write.unnamed), partial(self.store.reclaim, write)))
+        for stripes in self.stripes.values():
+            self.ranks.give_up(stripes)
+            slots = Quarantined(len(stripes.gatherings), partial(self.ranks.let_go, stripes))
+            self.client.quarantined.append(slots)
         self.reads.clear()
-        unfinished = list(self.writes.values())
         self.writes.clear()
+        self.stripes.clear()
         self.prefetches.clear()
-        return unfinished
 
     # ---- requests
 
@@ -143,7 +161,10 @@ class Session:
     def _pin(self, request: api.SessionRequest) -> Reply:
         self._require_room(request.call)
         ns, chain = self._chain(request.pin.chain)
-        lease = self.store.pin(chain)
+        if request.pin.HasField("rank"):
+            lease = self.ranks.pin(unpack_rank(request.pin.rank), request.pin.request_id, ns, chain)
+        else:
+            lease = self.store.pin(chain)
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.reads[request.call] = lease
@@ -176,12 +197,33 @@ class Session:
         offsets_bytes = self.store.offsets_bytes(ns, committed.slots)
         return Reply(committed=api.Committed(offsets_bytes=offsets_bytes, accepted=accepted))
 
+    def _reserve_stripes(self, request: api.SessionRequest) -> Reply:
+        self._require_room(request.call)
+        reserve = request.reserve_stripes
+        ns, keys = self._chain(reserve.chain)
+        parent = BlockKey(ns.digest + reserve.parent) if reserve.parent else None
+        stripes = self.ranks.reserve(unpack_rank(reserve.rank), ns, keys, parent)
+        if not stripes.gatherings:
+            return Reply(leased=api.Leased())
+        self.stripes[request.call] = stripes
+        slots = [gathering.lease.slots[0] for gathering in stripes.gatherings]
+        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, slots), indices=stripes.indices))
+
+    def _commit_stripes(self, request: api.SessionRequest) -> Reply:
+        stripes = self.stripes.pop(request.commit_stripes.lease, None)
+        if stripes is None:
+            raise WireError(f"commit of stripes {request.commit_stripes.lease}, which this session does not hold")
+        return Reply(counted=api.Counted(num_blocks=self.ranks.commit(stripes)))
+
     def _end_leases(self, request: api.SessionRequest) -> None:
         for call in request.end_leases.leases:
             if (read := self.reads.pop(call, None)) is not None:
                 self.store.release(read)
             if (write := self.writes.pop(call, None)) is not None:
                 self.store.abort(write)
+            if (stripes := self.stripes.pop(call, None)) is not None:
+                self.ranks.give_up(stripes)
+                self.ranks.let_go(stripes)
 
     def _clear(self, request: api.SessionRequest) -> Reply:
         num_blocks = self.store.clear(self._namespace(request.clear.namespace))
@@ -191,7 +233,7 @@ class Session:
         return Reply(counted=api.Counted(num_blocks=self.store.evict(request.evict.num_blocks)))
 
     def _acknowledge(self, request: api.SessionRequest) -> None:
-        self.client.acknowledge(self.store)
+        self.client.acknowledge()
 
     # ---- the inside
 
@@ -212,9 +254,9 @@ class Session:
         return ns, keys
 
     def _require_room(self, call: int) -> None:
-        if call == 0 or call in self.reads or call in self.writes:
+        if call == 0 or call in self.reads or call in self.writes or call in self.stripes:
             raise WireError(f"call {call} cannot begin a lease: its number is none or in use")
-        if len(self.reads) + len(self.writes) >= MAX_LEASES:
+        if len(self.reads) + len(self.writes) + len(self.stripes) >= MAX_LEASES:
             raise WireError(f"a session holds at most {MAX_LEASES} leases")
 
 
@@ -236,5 +278,7 @@ HANDLERS: dict[str, Callable[[Session, api.SessionRequest], Reply | None]] = {
     "clear": Session._clear,
     "evict": Session._evict,
     "acknowledge": Session._acknowledge,
+    "reserve_stripes": Session._reserve_stripes,
+    "commit_stripes": Session._commit_stripes,
 }
 """What a session may ask, by the name of the request's field."""

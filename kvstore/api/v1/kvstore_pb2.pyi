@@ -23,7 +23,7 @@ class Welcome(_message.Message):
     def __init__(self, refused: _Optional[str] = ..., client: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("call", "register", "pong", "open_namespace", "arrive", "finish", "lookup", "prefetch", "pin", "reserve", "commit", "end_leases", "clear", "evict", "acknowledge")
+    __slots__ = ("call", "register", "pong", "open_namespace", "arrive", "finish", "lookup", "prefetch", "pin", "reserve", "commit", "end_leases", "clear", "evict", "acknowledge", "reserve_stripes", "commit_stripes")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class SessionRequest(_message.Message):
     CLEAR_FIELD_NUMBER: _ClassVar[int]
     EVICT_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_STRIPES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_STRIPES_FIELD_NUMBER: _ClassVar[int]
     call: int
     register: Register
     pong: Pong
@@ -54,7 +56,9 @@ class SessionRequest(_message.Message):
     clear: Clear
     evict: Evict
     acknowledge: Acknowledge
-    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespace, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., end_leases: _Optional[_Union[EndLeases, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ...) -> None: ...
+    reserve_stripes: ReserveStripes
+    commit_stripes: CommitStripes
+    def __init__(self, call: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespace, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., end_leases: _Optional[_Union[EndLeases, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., reserve_stripes: _Optional[_Union[ReserveStripes, _Mapping]] = ..., commit_stripes: _Optional[_Union[CommitStripes, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("client", "incarnation", "name")
@@ -184,10 +188,24 @@ class Prefetch(_message.Message):
     def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "rank", "request_id")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     chain: Chain
-    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ...) -> None: ...
+    rank: Rank
+    request_id: str
+    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Rank(_message.Message):
+    __slots__ = ("engine", "index", "num_ranks")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    index: int
+    num_ranks: int
+    def __init__(self, engine: _Optional[str] = ..., index: _Optional[int] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("namespace", "num_blocks")
@@ -208,6 +226,22 @@ class Commit(_message.Message):
     parent: bytes
     num_named: int
     def __init__(self, lease: _Optional[int] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., parent: _Optional[bytes] = ..., num_named: _Optional[int] = ...) -> None: ...
+
+class ReserveStripes(_message.Message):
+    __slots__ = ("chain", "parent", "rank")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    chain: Chain
+    parent: bytes
+    rank: Rank
+    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., parent: _Optional[bytes] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
+
+class CommitStripes(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
 
 class EndLeases(_message.Message):
     __slots__ = ("leases",)
@@ -317,10 +351,12 @@ class Prefetched(_message.Message):
     def __init__(self, ready: _Optional[int] = ..., blocks_from: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Leased(_message.Message):
-    __slots__ = ("offsets_bytes",)
+    __slots__ = ("offsets_bytes", "indices")
     OFFSETS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
     offsets_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offsets_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets_bytes: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("offsets_bytes", "accepted")
