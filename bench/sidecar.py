@@ -53,14 +53,14 @@ def main() -> None:
 
 def _rows(scale: Scale) -> Iterator[Row]:
     for block_bytes in WANTED:
-        capacity_bytes = config_for(block_bytes, scale).memory.capacity_bytes
+        capacity_bytes = 2 * config_for(block_bytes, scale).memory.capacity_bytes  # one client writes to half at most
         with Sidecar(MEMORY_CAPACITY=f"{capacity_bytes}B") as served, closing(served.client()) as client:
             yield from rows_of("sidecar", client, block_bytes, RATIO, scale)
 
 
 def _costs(scale: Scale) -> Iterator[Cost]:
     yield from _starts(scale)
-    with Sidecar(MEMORY_CAPACITY=f"{(scale.prefix_blocks + SHORT_BLOCKS) * BLOCK_BYTES}B") as served:
+    with Sidecar(MEMORY_CAPACITY=f"{2 * (scale.prefix_blocks + SHORT_BLOCKS) * BLOCK_BYTES}B") as served:
         with closing(served.client()) as client:
             ns = client.open_namespace(IDENTITY, layout_of(BLOCK_BYTES))
             chain = _filled(client, ns, scale.prefix_blocks)

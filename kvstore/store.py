@@ -356,6 +356,12 @@ class Store:
                 self.stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)
         return self.stats.snapshot()
 
+    def num_slots(self, ns: Namespace) -> int:
+        """How many blocks of ``ns`` would fill RAM."""
+        if self._memory is None or self._arena_tier is None:
+            return 0
+        return self._memory.capacity_bytes // self._arena_tier.slot_bytes(ns.layout.block_bytes)
+
     def offsets_bytes(self, ns: Namespace, slots: Sequence[int]) -> list[int]:
         """Where each slot of RAM starts in the arena."""
         return self._memory.offsets_bytes(ns.fingerprint, slots) if self._memory else []

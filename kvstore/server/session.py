@@ -25,6 +25,8 @@ MAX_LEASES = 16384
 MAX_PREFETCHES = 4096
 MAX_PREFETCH_MS = 600_000
 LONG_CHAIN_BLOCKS = 64
+MAX_SHARE_WRITTEN = 0.5
+"""Of the slots of RAM, one client's that have no name yet."""
 
 Reply = api.SessionReply
 
@@ -173,7 +175,7 @@ class Session:
     def _reserve(self, request: api.SessionRequest) -> Reply:
         self._require_room(request.call)
         ns = self._namespace(request.reserve.namespace)
-        lease = self.store.reserve(ns, request.reserve.num_blocks)
+        lease = self.store.reserve(ns, min(request.reserve.num_blocks, self._num_allowed(ns)))
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.writes[request.call] = lease
@@ -202,6 +204,7 @@ class Session:
         reserve = request.reserve_stripes
         ns, keys = self._chain(reserve.chain)
         parent = BlockKey(ns.digest + reserve.parent) if reserve.parent else None
+        keys = keys[: self._num_allowed(ns)]
         stripes = self.ranks.reserve(unpack_rank(reserve.rank), ns, keys, parent)
         if not stripes.gatherings:
             return Reply(leased=api.Leased())
@@ -252,6 +255,13 @@ class Session:
         if len(keys) >= LONG_CHAIN_BLOCKS:
             self.latest = chain.digests, keys
         return ns, keys
+
+    def _num_allowed(self, ns: Namespace) -> int:
+        """How many more slots this client may write to or keep in quarantine: others want to store something, too."""
+        num_held = sum(slots.num_slots for slots in self.client.quarantined)
+        num_held += sum(len(write.unnamed) for write in self.writes.values())
+        num_held += sum(len(stripes.gatherings) for stripes in self.stripes.values())
+        return max(0, int(MAX_SHARE_WRITTEN * self.store.num_slots(ns)) - num_held)
 
     def _require_room(self, call: int) -> None:
         if call == 0 or call in self.reads or call in self.writes or call in self.stripes:

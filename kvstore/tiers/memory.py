@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
@@ -145,15 +146,21 @@ class MemoryTier:
 
 
 def _memfd(capacity_bytes: int) -> tuple[int, int]:
-    """A memfd of the capacity and its page size: huge pages if enough are free now, else ordinary ones."""
+    """A memfd of the capacity and its page size: huge pages if enough are free now, else ordinary ones.
+
+    Its size is sealed: whoever else has the descriptor cannot pull the ground away from under our feet.
+    """
     num_huge_pages = -(-capacity_bytes // HUGE_PAGE_BYTES)
     if _num_free_huge_pages() >= num_huge_pages:
-        fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_HUGETLB)
-        os.ftruncate(fd, num_huge_pages * HUGE_PAGE_BYTES)
-        return fd, HUGE_PAGE_BYTES
-    fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC)
-    os.ftruncate(fd, -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return fd, mmap.PAGESIZE
+        return _sealed("kvstore-arena", os.MFD_HUGETLB, num_huge_pages * HUGE_PAGE_BYTES), HUGE_PAGE_BYTES
+    return _sealed("kvstore-arena", 0, -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE
+
+
+def _sealed(name: str, flags: int, num_bytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _num_free_huge_pages() -> int:

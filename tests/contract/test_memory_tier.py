@@ -1,6 +1,7 @@
 """RAM passes the suite of every tier; what is only for tiers that verify does not concern it, for RAM is trusted."""
 
 import mmap
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,14 @@ def test_a_view_outlives_the_arena() -> None:
     view[:] = b"abcd"
     arena.close()
     assert bytes(view) == b"abcd"
+
+
+def test_nobody_with_the_descriptor_can_change_its_size() -> None:
+    arena = Arena(4 * mmap.PAGESIZE)
+    for size in (0, 8 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    arena.close()
 
 
 def test_huge_pages_are_taken_only_if_enough_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
 
+from kvstore.client.store_client import StoreClient
+from kvstore.namespace import Namespace
 from kvstore.testing.sidecar import Sidecar, eventually
+from kvstore.types import BlockKey
 from tests.engine_process import engine_process
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
 
@@ -41,17 +44,24 @@ def held(served: Sidecar) -> dict[str, float]:
     }
 
 
+def fill(store: StoreClient, ns: Namespace, chain: Sequence[BlockKey]) -> None:
+    """Store a long chain in steps, as an engine does: one client gets no more than half of the slots to write to."""
+    for end in range(8, len(chain) + 1, 8):
+        put(store, ns, chain[:end])
+
+
 def test_a_killed_client_leaves_nothing_behind(served: Sidecar) -> None:
     with engine_process(served.socket) as victim, closing(served.client()) as other:
         victim.do("put", 1, 4)
         assert victim.do("pin", 1, 4) == 4
-        assert victim.do("reserve", 100) == NUM_SLOTS - 4
+        assert victim.do("reserve", 100) == NUM_SLOTS / 2  # the most that one client may write to
+        assert victim.do("reserve", 100) == 0
         ns = other.open_namespace(IDENTITY, LAYOUT)
-        put(other, ns, chain_of(ns, 4, 2))
-        assert get(other, chain_of(ns, 4, 2)) == 0  # no room, and nothing that may leave
+        fill(other, ns, chain_of(ns, NUM_SLOTS, 2))
+        assert get(other, chain_of(ns, NUM_SLOTS, 2)) == NUM_SLOTS / 2 - 4  # for the rest there is no room
         victim.send(signal.SIGKILL)
         eventually(lambda: served.metric("kvstore_pinned_blocks", "memory") == 0, LEASE_S)
-        put(other, ns, chain_of(ns, NUM_SLOTS, 3))
+        fill(other, ns, chain_of(ns, NUM_SLOTS, 3))
         assert get(other, chain_of(ns, NUM_SLOTS, 3)) == NUM_SLOTS
 
 
@@ -64,10 +74,10 @@ def test_a_stopped_client_loses_its_pins_but_keeps_its_slots_until_it_speaks(ser
         eventually(lambda: served.metric("kvstore_quarantined_slots", "memory") == 8)
         assert served.metric("kvstore_pinned_blocks", "memory") == 0
         ns = other.open_namespace(IDENTITY, LAYOUT)
-        chain = chain_of(ns, NUM_SLOTS, 3)
-        put(other, ns, chain)
-        num_stored = get(other, chain)
-        assert num_stored == NUM_SLOTS - 8  # all but what the sleeper may still write to
+        num_stored = NUM_SLOTS - 8  # all but what the sleeper may still write to
+        chain = chain_of(ns, num_stored, 3)
+        fill(other, ns, chain)
+        assert get(other, chain) == num_stored
 
         sleeper.begin("scribble")
         sleeper.begin("read_pinned")
@@ -82,7 +92,7 @@ def test_a_stopped_client_loses_its_pins_but_keeps_its_slots_until_it_speaks(ser
         assert served.metric("kvstore_quarantined_slots", "memory") == 8  # it still has its lease
         sleeper.do("abort")
         eventually(lambda: served.metric("kvstore_quarantined_slots", "memory") == 0)
-        assert sleeper.do("get", 3, NUM_SLOTS) == num_stored
+        assert sleeper.do("get", 3, num_stored) == num_stored
 
 
 def test_a_stopped_client_that_is_killed_frees_its_quarantine(served: Sidecar) -> None:

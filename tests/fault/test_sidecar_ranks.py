@@ -169,7 +169,8 @@ def test_ranks_get_the_same_answer_whatever_happens_between_their_questions(
     ranks[0].release(first)
     with served.admin() as admin:
         admin.evict(10**6)
-    put(ranks[1], NS, chain_of(NS, NUM_SLOTS, 2))
+    put(ranks[1], NS, chain_of(NS, NUM_SLOTS // 2, 2))
+    put(ranks[2], NS, chain_of(NS, NUM_SLOTS // 2, 3))
     others = [client.pin_together(chain, "request-1") for client in ranks[1:]]
     assert [lease.num_blocks for lease in others] == [8, 8]
     assert all(
@@ -177,7 +178,7 @@ def test_ranks_get_the_same_answer_whatever_happens_between_their_questions(
     )
     for client, lease in zip(ranks[1:], others, strict=True):
         client.release(lease)
-    missing = chain_of(NS, 4, 3)
+    missing = chain_of(NS, 4, 4)
     nothing = ranks[2].pin_together(missing, "request-2")
     with served.admin() as admin:
         admin.evict(8)
