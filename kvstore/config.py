@@ -81,8 +81,10 @@ class ServerConfig:
 
     socket: Path
     socket_mode: int = 0o600
+    socket_group: str = ""
     token: str = field(default="", repr=False)
     """What a client has to know; empty: whoever can connect may use the store."""
+    tenants_file: Path | None = None
     lease_ms: int = 5000
 
 
@@ -153,7 +155,7 @@ def _path(value: object) -> Path:
 def _mode(value: object) -> int:
     """Permissions as ``chmod`` takes them; write access is what lets somebody in."""
     mode = int(_text(value), 8)
-    if not 0o600 <= mode <= 0o666:
+    if mode not in (0o600, 0o660, 0o666):
         raise ValueError("none of 0600, 0660 and 0666")
     return mode
 
@@ -203,9 +205,11 @@ SETTINGS = (
         "where the sidecar listens",
     ),
     Setting("server.socket_mode", _mode, "0600", '"0660"', "who may connect: its permissions"),
+    Setting("server.socket_group", _text, "", '"engines"', "whose members may connect, with socket_mode 0660"),
     Setting(
         "server.token", _text, "", '"..."', "what a client has to know; better in the environment than in the file"
     ),
+    Setting("server.tenants_file", _path, None, '"/etc/kvstore/tenants.toml"', "tenants apart: see docs/deploy.md"),
     Setting("server.lease", _duration_ms, "5s", '"5s"', "a client that is silent for so long loses what it holds"),
 )
 
@@ -373,7 +377,9 @@ def _server(values: Mapping[str, Any]) -> ServerConfig:
     return ServerConfig(
         socket=values["server.socket"],
         socket_mode=values["server.socket_mode"],
+        socket_group=values["server.socket_group"],
         token=values["server.token"],
+        tenants_file=values["server.tenants_file"],
         lease_ms=values["server.lease"],
     )
 

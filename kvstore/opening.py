@@ -4,14 +4,16 @@ from contextlib import ExitStack
 
 from kvstore.config import Config, FileConfig, RedisConfig
 from kvstore.store import Store
+from kvstore.tiers.domains import Arenas, DomainMemoryTier
 from kvstore.tiers.file import FileTier
 from kvstore.tiers.memory import Arena, MemoryTier
 from kvstore.tiers.redis import RedisTier
 
 
-def open_store(config: Config) -> Store:
+def open_store(config: Config, *, num_domains: int = 0) -> Store:
     """Open every tier that ``config`` names. Raises ``KVStoreError`` saying what to do.
 
+    ``num_domains``: for a store that lends its RAM to other processes, how many of them must not read each other's.
     A Redis server may be absent; a directory must be ours, and the memory must be there.
     """
     config.validate_against_machine()
@@ -24,7 +26,7 @@ def open_store(config: Config) -> Store:
             shared = _redis_tier(config.redis)
             undo.callback(shared.close)
         if config.memory.capacity_bytes:
-            memory = MemoryTier(Arena(config.memory.capacity_bytes))
+            memory = _memory_tier(config.memory.capacity_bytes, num_domains)
             undo.callback(memory.close)
         store = Store(memory=memory, file=file, shared=shared, config=config)
         undo.pop_all()
@@ -34,6 +36,10 @@ def open_store(config: Config) -> Store:
 def open_file_tier(config: FileConfig) -> FileTier:
     """The file tier alone, for those who look at it while no store has it open. Raises like ``open_store``."""
     return FileTier(config.directories, config.capacity_bytes, write_bytes_per_day=config.write_bytes_per_day)
+
+
+def _memory_tier(capacity_bytes: int, num_domains: int) -> MemoryTier:
+    return DomainMemoryTier(Arenas(capacity_bytes, num_domains)) if num_domains else MemoryTier(Arena(capacity_bytes))
 
 
 def _redis_tier(config: RedisConfig) -> RedisTier:

@@ -12,24 +12,40 @@ from kvstore.extents import Extents
 from kvstore.namespace import Namespace
 from kvstore.policy.base import Policy
 from kvstore.pool import BlockPool, SlotState
-from kvstore.tiers.base import SlotTier, StoredBlock
+from kvstore.tiers.base import Preparing, SlotTier, StoredBlock
 from kvstore.types import BlockKey
 
 PolicyFactory = Callable[[], Policy[BlockKey]]
 OnEvict = Callable[[BlockKey, int], None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
+class Quota:
+    """What the pools that have it may use together."""
+
+    max_bytes: int
+
+
+@dataclass(eq=False, slots=True)
 class _Share:
     """What one layout has of the level."""
 
+    fingerprint: bytes
     pool: BlockPool
     slot_bytes: int
     slots_per_extent: int
+    base_bytes: int
+    """Added to offsets; see ``tiers.base.Preparing``."""
+    quotas: tuple[Quota, ...] = ()
     extents: list[int] = field(default_factory=list)
     demand_bytes: int = 0
     swept: int = 0
     """The slot at which the search for old blocks goes on."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that hold or are being filled with a block."""
+        return (self.pool.num_slots - self.pool.num(SlotState.FREE)) * self.slot_bytes
 
 
 class SlotLevel:
@@ -50,11 +66,17 @@ class SlotLevel:
         self._on_evict = on_evict
         self._shares: dict[bytes, _Share] = {}
         self._refused: list[int] = []
+        self._preparing_tier = tier if isinstance(tier, Preparing) else None
+        self._preparing: dict[int, _Share] = {}
+        """Extents that are being made ready, and for whom."""
 
     # ---- pools
 
-    def open_pool(self, fingerprint: bytes, block_bytes: int) -> BlockPool:
-        """The pool of a layout, made at the first call. Raises ``LayoutError`` if a block does not fit an extent."""
+    def open_pool(self, fingerprint: bytes, block_bytes: int, quotas: Sequence[Quota] = ()) -> BlockPool:
+        """The pool of a layout, made at the first call. Raises ``LayoutError`` if a block does not fit an extent.
+
+        ``quotas`` replace those that it had.
+        """
         share = self._shares.get(fingerprint)
         if share is None:
             slot_bytes = self.tier.slot_bytes(block_bytes)
@@ -64,8 +86,10 @@ class SlotLevel:
                     f"a block of {block_bytes} bytes takes {slot_bytes} bytes in tier {self.name}, more than its"
                     f" extents of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
                 )
-            share = _Share(BlockPool(self._policy(), on_evict=self._on_evict), slot_bytes, slots_per_extent)
-            self._shares[fingerprint] = share
+            base_bytes = self._preparing_tier.base_bytes(fingerprint) if self._preparing_tier else 0
+            pool = BlockPool(self._policy(), on_evict=self._on_evict)
+            share = self._shares[fingerprint] = _Share(fingerprint, pool, slot_bytes, slots_per_extent, base_bytes)
+        share.quotas = tuple(quotas)
         return share.pool
 
     def pool(self, fingerprint: bytes) -> BlockPool:
@@ -81,7 +105,8 @@ class SlotLevel:
         """Where each slot starts in the tier's budget."""
         share, extent_bytes = self._shares[fingerprint], self._extents.extent_bytes
         per_extent, slot_bytes = share.slots_per_extent, share.slot_bytes
-        return [slot // per_extent * extent_bytes + slot % per_extent * slot_bytes for slot in slots]
+        base_bytes = share.base_bytes
+        return [base_bytes + slot // per_extent * extent_bytes + slot % per_extent * slot_bytes for slot in slots]
 
     @property
     def capacity_bytes(self) -> int:
@@ -91,20 +116,33 @@ class SlotLevel:
     @property
     def used_bytes(self) -> int:
         """Bytes of slots that hold or are being filled with a block."""
-        return sum(
-            (share.pool.num_slots - share.pool.num(SlotState.FREE)) * share.slot_bytes
-            for share in self._shares.values()
-        )
+        return sum(share.used_bytes for share in self._shares.values())
 
     # ---- slots
 
     def reserve(self, fingerprint: bytes, num_blocks: int) -> list[int]:
         """Up to ``num_blocks`` FILLING slots: from free extents, from another pool's surplus, by eviction."""
+        self.poll()
         share = self._shares[fingerprint]
         self._note_demand(share, num_blocks)
-        while share.pool.num(SlotState.FREE) < num_blocks and (self._take_free(share) or self._take_surplus(share)):
+        for quota in share.quotas:
+            num_blocks = self._within(quota, share, num_blocks)
+        while (
+            share.pool.num(SlotState.FREE) < num_blocks
+            and share not in self._preparing.values()
+            and (self._take_free(share) or self._take_surplus(share))
+        ):
             pass
         return share.pool.reserve(num_blocks)
+
+    def poll(self) -> None:
+        """Hand over the extents that have been made ready."""
+        if self._preparing_tier is None or not self._preparing:
+            return
+        for offset_bytes in self._preparing_tier.prepared():
+            extent = offset_bytes // self._extents.extent_bytes
+            if extent in self._preparing:
+                self._give(self._preparing.pop(extent), extent)
 
     def adopt(self, blocks: Iterable[StoredBlock]) -> int:
         """Enter what a scan found, given newest first; returns how many were taken. To be called once, at start."""
@@ -223,10 +261,7 @@ class SlotLevel:
 
     def _take_free(self, share: _Share) -> bool:
         extent = self._extents.acquire(share.slot_bytes)
-        if extent is None:
-            return False
-        self._give(share, extent)
-        return True
+        return extent is not None and self._hand_over(share, extent)
 
     def _take_surplus(self, share: _Share) -> bool:
         """Hand over the emptiest idle extent of the pool that holds most beyond its share of demand."""
@@ -246,9 +281,32 @@ class SlotLevel:
             if self._extents.size_bytes(extent) < share.slot_bytes:
                 continue
             if self._empty(donor, extent):
-                self._give(share, extent)
-                return True
+                return self._hand_over(share, extent)
         return False
+
+    def _hand_over(self, share: _Share, extent: int) -> bool:
+        """Give an extent to a pool, now if it is ready for it; whether it was."""
+        offset_bytes, num_bytes = extent * self._extents.extent_bytes, self._extents.size_bytes(extent)
+        tier = self._preparing_tier
+        if tier is None or tier.prepare(offset_bytes, num_bytes, share.fingerprint):
+            self._give(share, extent)
+            return True
+        self._preparing[extent] = share
+        return False
+
+    def _within(self, quota: Quota, share: _Share, num_blocks: int) -> int:
+        """How many of ``num_blocks`` the quota lets ``share`` have, after others under it made room."""
+        members = [other for other in self._shares.values() if quota in other.quotas]
+
+        def room_bytes() -> int:
+            return quota.max_bytes - sum(member.used_bytes for member in members)
+
+        members.sort(key=lambda member: (member is not share, -member.used_bytes))
+        for member in members:
+            missing_bytes = num_blocks * share.slot_bytes - room_bytes()
+            if missing_bytes > 0:
+                member.pool.evict(-(-missing_bytes // member.slot_bytes))
+        return max(0, min(num_blocks, room_bytes() // share.slot_bytes))
 
     def _empty(self, share: _Share, extent: int) -> bool:
         """Take an idle extent from a pool, with the blocks in it."""
@@ -265,7 +323,7 @@ class SlotLevel:
         """Prove that pools and extents fit together; raises AssertionError. For tests."""
         owned = [extent for share in self._shares.values() for extent in share.extents]
         assert len(owned) == len(set(owned)), "an extent has two owners"
-        num_known = len(owned) + len(self._refused) + self._extents.num_free
+        num_known = len(owned) + len(self._refused) + len(self._preparing) + self._extents.num_free
         assert num_known == self._extents.num_extents, "an extent is lost"
         for share in self._shares.values():
             share.pool.check()

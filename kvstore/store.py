@@ -5,7 +5,7 @@ and their results are applied by ``poll``. Deadlines are absolute, on the store'
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvstore.breaker import BreakerState
 from kvstore.config import Config
@@ -23,10 +23,10 @@ from kvstore.policy import POLICIES
 from kvstore.pool import SlotState
 from kvstore.promotion import Prefetch, Promotions
 from kvstore.shared_level import SharedLevel, SharedTier
-from kvstore.slot_level import PolicyFactory, SlotLevel
+from kvstore.slot_level import PolicyFactory, Quota, SlotLevel
 from kvstore.stats import Stats
 from kvstore.tiers.base import SlotTier, Tier
-from kvstore.tiers.memory import Arena, MemoryTier
+from kvstore.tiers.memory import MemoryTier, Region
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 from kvstore.upkeep import Upkeep
 
@@ -90,15 +90,18 @@ class Store:
 
     # ---- namespaces
 
-    def open_namespace(self, identity: Identity, layout: Layout, *, max_age_s: int | None = None) -> Namespace:
+    def open_namespace(
+        self, identity: Identity, layout: Layout, *, max_age_s: int | None = None, quotas: Sequence[Quota] = ()
+    ) -> Namespace:
         """Whose blocks the following calls are about; the same arguments give the same namespace.
 
-        Raises ``LayoutError`` if a block does not fit a tier.
+        ``quotas`` bound what all namespaces of this layout use of RAM. Raises ``LayoutError`` if a block does not fit
+        a tier.
         """
         self._require_open()
         ns = Namespace(identity, layout, self._config.max_age_s if max_age_s is None else max_age_s)
         for level in self._slot_levels():
-            level.open_pool(ns.fingerprint, layout.block_bytes)
+            level.open_pool(ns.fingerprint, layout.block_bytes, quotas if level is self._memory else ())
         self._namespaces[ns.digest] = ns
         return ns
 
@@ -294,13 +297,18 @@ class Store:
         self._poll()
         return True
 
-    def evict(self, num_blocks: int) -> int:
-        """Forget up to ``num_blocks`` blocks in RAM, in the policy's order; returns how many left."""
+    def evict(self, num_blocks: int, among: Collection[bytes] | None = None) -> int:
+        """Forget up to ``num_blocks`` blocks in RAM, in the policy's order; returns how many left.
+
+        ``among`` has the fingerprints of the layouts that it is about; None: all.
+        """
         self._require_open()
         if self._memory is None:
             return 0
         num_evicted = 0
-        for _, pool in self._memory.pools():
+        for fingerprint, pool in self._memory.pools():
+            if among is not None and fingerprint not in among:
+                continue
             num_evicted += pool.evict(num_blocks - num_evicted)
         return num_evicted
 
@@ -377,7 +385,12 @@ class Store:
         return list(self._namespaces.values())
 
     @property
-    def arena(self) -> Arena | None:
+    def memory_tier(self) -> MemoryTier | None:
+        """The tier of RAM."""
+        return self._arena_tier
+
+    @property
+    def arena(self) -> Region | None:
         """The RAM that blocks lie in, for those who map or register it."""
         return self._arena_tier.arena if self._arena_tier else None
 
@@ -418,6 +431,8 @@ class Store:
 
     def _poll(self) -> int:
         num_applied = self._mover.poll()
+        for level in self._slot_levels():
+            level.poll()
         self._copies.retry_erasures()
         if self._memory is not None:
             self._promotions.poll()

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
-from kvstore.server.ranks import Ranks
-from kvstore.server.session import Client, Session
-from kvstore.store import Store
+from kvstore.server.session import Client, Host, Session
+from kvstore.server.tenants import Tenant
 
 LEASE_TICKS = 5
 MAX_TITLE_CHARACTERS = 100
@@ -27,10 +26,8 @@ MAX_TITLE_CHARACTERS = 100
 class Clients:
     """Every client, and the rules above."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self._store = store
-        self._clock = clock
-        self._ranks = Ranks(store)
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._clients: dict[bytes, Client] = {}
 
     def __iter__(self) -> Iterator[Client]:
@@ -40,9 +37,9 @@ class Clients:
         """Every open session; they may end meanwhile."""
         return (client.session for client in list(self._clients.values()) if client.session is not None)
 
-    def admit(self) -> Client:
-        """A process is given the arena."""
-        client = Client()
+    def admit(self, tenant: Tenant) -> Client:
+        """A process is given the arena of ``tenant``."""
+        client = Client(tenant)
         self._clients[client.id] = client
         return client
 
@@ -59,7 +56,7 @@ class Clients:
             self.end(client.session)
         client.incarnation = register.incarnation
         client.title = register.name[:MAX_TITLE_CHARACTERS]
-        client.session = Session(self._store, self._ranks, self._clock, client, send, end_stream)
+        client.session = Session(self._host, client, send, end_stream)
         return client.session
 
     def end(self, session: Session) -> None:
@@ -80,11 +77,11 @@ class Clients:
 
     def tick(self) -> None:
         """Ping everyone; end the sessions that have been silent for too long, and what ranks have let wait."""
-        self._ranks.tick()
+        self._host.ranks.tick()
         for session in self.sessions():
             session.idle_ticks += 1
             if session.idle_ticks > LEASE_TICKS:
-                self._store.stats.inc("kvstore_expired_sessions_total")
+                self._host.store.stats.inc("kvstore_expired_sessions_total")
                 self.end(session)
             else:
                 session.num_pings += 1

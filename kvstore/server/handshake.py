@@ -7,9 +7,8 @@ the arena mapped; the kernel closes it when the process has gone, after its mapp
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -17,7 +16,8 @@ from google.protobuf.message import DecodeError
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
 from kvstore.server.clients import Clients
-from kvstore.tiers.memory import Arena
+from kvstore.server.tenants import Tenant, Tenants
+from kvstore.tiers.domains import Arenas
 from kvstore.wire import HEADER_BYTES, frame, frame_bytes, unframe
 
 HELLO_TIMEOUT_S = 5.0
@@ -27,21 +27,20 @@ _log = logging.getLogger(__name__)
 
 
 class Handshake:
-    """Listens on ``path``; the directory decides who can reach it, ``admits`` whose token is good."""
+    """Listens on ``path``: the directory decides who can reach it, the token whose arena it gets."""
 
-    def __init__(self, path: Path, arena: Arena, clients: Clients, admits: Callable[[str], bool]) -> None:
+    def __init__(self, path: Path, arenas: Arenas, clients: Clients, tenants: Tenants) -> None:
         self._path = path
-        self._arena = arena
+        self._arenas = arenas
         self._clients = clients
-        self._admits = admits
+        self._tenants = tenants
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
-    def start(self, mode: int) -> None:
-        """Bind and listen; whoever has the path's lock may."""
+    def start(self) -> None:
+        """Bind and listen; whoever has the path's lock may. For us alone, as the process's umask has it."""
         self._path.unlink(missing_ok=True)
         self._listener.bind(str(self._path))
-        os.chmod(self._path, mode)
         self._listener.listen(128)
         self._spawn(self._accept())
 
@@ -76,19 +75,20 @@ class Handshake:
             except (OSError, TimeoutError, WireError, DecodeError) as error:
                 _log.info("a handshake came to nothing: %s", error)
                 return
-            if not self._admits(hello.token):
+            tenant = self._tenants.find(hello.token)
+            if tenant is None:
                 _log.warning("a process (uid %d) was refused: wrong token", _peer_uid(connection))
                 await _refuse(connection, "the token is not one that this store knows")
                 return
-            await self._tether(connection)
+            await self._tether(connection, tenant)
 
-    async def _tether(self, connection: socket.socket) -> None:
+    async def _tether(self, connection: socket.socket, tenant: Tenant) -> None:
         """Hand the descriptor over, and wait for the end of the process."""
-        client = self._clients.admit()
+        client = self._clients.admit(tenant)
         try:
-            welcome = api.Welcome(client=client.id, arena_bytes=self._arena.capacity_bytes)
+            welcome = api.Welcome(client=client.id, arena_bytes=self._arenas.capacity_bytes)
             with contextlib.suppress(OSError):
-                socket.send_fds(connection, [frame(welcome)], [self._arena.fd])
+                socket.send_fds(connection, [frame(welcome)], [self._arenas.domains[tenant.domain].fd])
                 while await asyncio.get_running_loop().sock_recv(connection, 4096):
                     pass  # nothing more is said here
         finally:

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import fcntl
-import hmac
 import logging
 import os
 import secrets
+import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -22,20 +22,27 @@ from kvstore import __version__
 from kvstore.api.v1 import admin_pb2, kvstore_pb2
 from kvstore.api.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
-from kvstore.config import Config
+from kvstore.config import Config, ServerConfig
 from kvstore.errors import ConfigError, OwnershipError
 from kvstore.opening import open_store
 from kvstore.server.admin import Admin
 from kvstore.server.clients import Clients
 from kvstore.server.handshake import Handshake
+from kvstore.server.ranks import Ranks
 from kvstore.server.service import Service
+from kvstore.server.session import Host
+from kvstore.server.tenants import Tenants
 from kvstore.store import Store
+from kvstore.tiers.domains import DomainMemoryTier
 from kvstore.wire import MAX_MESSAGE_BYTES, admin_socket, arena_socket
 
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+DIRECTORY_MODES = {0o600: 0o700, 0o660: 0o710, 0o666: 0o711}
+"""Of the socket's directory, by the mode of the socket."""
 STOP_GRACE_S = 1.0
+MAX_STREAMS = 4096
 MAX_SOCKET_PATH_BYTES = 107
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -53,46 +60,51 @@ _log = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` where it cannot start."""
     os.umask(0o077)
-    with _owned(config.server.socket):
-        store = open_store(config)
+    with _owned(config.server):
+        tenants = Tenants.of(config.server)
+        store = open_store(config, num_domains=len(tenants))
         try:
-            asyncio.run(_serve_until_told(store, config))
+            asyncio.run(_serve_until_told(store, config, tenants))
         finally:
             store.close()
 
 
-async def _serve_until_told(store: Store, config: Config) -> None:
+async def _serve_until_told(store: Store, config: Config, tenants: Tenants) -> None:
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    async with serving(store, config):
+    async with serving(store, config, tenants):
         _log.info("ready: %s", config.server.socket)
         await told.wait()
         _log.info("told to stop: letting copies end")
 
 
 @asynccontextmanager
-async def serving(store: Store, config: Config) -> AsyncIterator[None]:
+async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterator[None]:
     """Serve ``store`` on the running event loop, which is its owner thread."""
-    if store.arena is None:
+    memory = store.memory_tier
+    if not isinstance(memory, DomainMemoryTier):
         raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
     path = config.server.socket
-    clients = Clients(store, time.monotonic)
+    clients = Clients(Host(store, memory, Ranks(store), time.monotonic))
     service = Service(store, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
     health = HealthServicer()
-    server, admin = grpc.aio.server(options=CHANNEL_OPTIONS), grpc.aio.server(options=CHANNEL_OPTIONS)
+    server, admin = (grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS) for _ in range(2))
     add_KVStoreServicer_to_server(service, server)
     add_AdminServicer_to_server(Admin(store, clients), admin)
     for each, name in ((server, SERVICE), (admin, ADMIN_SERVICE)):
         health_pb2_grpc.add_HealthServicer_to_server(health, each)
         reflection.enable_server_reflection([name, HEALTH_SERVICE], each)
-    handshake = Handshake(arena_socket(path), store.arena, clients, _admits(config.server.token))
+    handshake = Handshake(arena_socket(path), memory.arenas, clients, tenants)
     running = asyncio.create_task(service.run())
     try:
-        handshake.start(config.server.socket_mode)
-        await _listen(server, path, config.server.socket_mode)
-        await _listen(admin, admin_socket(path), 0o600)
+        handshake.start()
+        await _listen(server, path)
+        await _listen(admin, admin_socket(path))
+        for socket in (arena_socket(path), path):
+            _let_in(socket, config.server.socket_mode, config.server.socket_group)
+        _let_in(admin_socket(path), 0o600, "")
         await _say(health, health_pb2.HealthCheckResponse.SERVING)
         yield
     finally:
@@ -105,19 +117,23 @@ async def serving(store: Store, config: Config) -> AsyncIterator[None]:
             await running
 
 
-async def _listen(server: grpc.aio.Server, path: Path, mode: int) -> None:
-    """Bind, for the time being for us alone, and let in whom ``mode`` says."""
+async def _listen(server: grpc.aio.Server, path: Path) -> None:
+    """Bind, for us alone as the process's umask has it."""
     try:
         server.add_insecure_port(f"unix:{path}")
     except RuntimeError as error:
         raise ConfigError(f"cannot listen at {path}: {error}; set server.socket elsewhere") from error
     await server.start()
-    os.chmod(path, mode)
 
 
-def _admits(wanted: str) -> Callable[[str], bool]:
-    """Whether a token is the one that is wanted, in a time that does not tell how much of it was right."""
-    return lambda token: hmac.compare_digest(token.encode(), wanted.encode())
+def _let_in(path: Path, mode: int, group: str) -> None:
+    """Say who may connect. Raises ``ConfigError`` for a group that is none, or not ours to give to."""
+    try:
+        if group:
+            shutil.chown(path, group=group)
+    except (LookupError, OSError) as error:
+        raise ConfigError(f"server.socket_group {group}: {error}; name a group that this user is in") from error
+    path.chmod(mode)
 
 
 async def _say(health: HealthServicer, status: int) -> None:
@@ -126,13 +142,16 @@ async def _say(health: HealthServicer, status: int) -> None:
 
 
 @contextmanager
-def _owned(path: Path) -> Iterator[None]:
-    """Be the only server at ``path``; makes its directory, for us alone, where there is none."""
+def _owned(config: ServerConfig) -> Iterator[None]:
+    """Be the only server at the socket; makes its directory, for those who may connect, where there is none."""
+    path = config.socket
     if len(os.fsencode(arena_socket(path))) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             f"server.socket {path} is too long for a socket: the kernel takes {MAX_SOCKET_PATH_BYTES} bytes"
         )
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        _let_in(path.parent, DIRECTORY_MODES[config.socket_mode], config.socket_group)
     found = path.parent.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o002:
         raise OwnershipError(

@@ -15,6 +15,8 @@ from kvstore.store import Store
 POLL_INTERVAL_S = 0.05
 """Copies announce themselves; this is for deadlines."""
 
+REGISTER_TIMEOUT_S = 5.0
+
 _log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[api.SessionRequest, api.SessionReply]
@@ -57,9 +59,10 @@ class Service(KVStoreServicer):
     async def Session(self, requests: AsyncIterator[api.SessionRequest], context: Context) -> None:  # noqa: N802 - the proto's name
         """Handle a client's requests in order, for as long as its stream lasts."""
         stream = _Stream(context)
-        first = await anext(aiter(requests), None)
-        if first is None:
-            return
+        try:
+            first = await asyncio.wait_for(anext(aiter(requests)), REGISTER_TIMEOUT_S)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first request of a session is Register")
         try:
             session = self._clients.register(first.register, stream.send_soon, stream.end)
         except WireError as error:

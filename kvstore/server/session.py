@@ -5,7 +5,7 @@ beginning, however late an answer was.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,9 @@ from kvstore.lease import LeaseState, ReadLease, WriteLease
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
 from kvstore.server.ranks import Ranks, Stripes
+from kvstore.server.tenants import Tenant
 from kvstore.store import Store
+from kvstore.tiers.domains import DomainMemoryTier
 from kvstore.types import BlockKey
 from kvstore.wire import unpack_chain, unpack_identity, unpack_layout, unpack_rank, unpack_request
 
@@ -43,6 +45,7 @@ class Quarantined:
 class Client:
     """One process that maps the arena."""
 
+    tenant: Tenant
     id: bytes = field(default_factory=lambda: secrets.token_bytes(CLIENT_BYTES))
     """Drawn by chance, so that nobody else can speak for it."""
     title: str = ""
@@ -59,13 +62,21 @@ class Client:
         self.quarantined.clear()
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Host:
+    """What all sessions share."""
+
+    store: Store
+    memory: DomainMemoryTier
+    ranks: Ranks
+    clock: Callable[[], float]
+
+
 @dataclass(eq=False, slots=True)
 class Session:
     """One stream of one client. What it holds ends in ``close``."""
 
-    store: Store
-    ranks: Ranks
-    clock: Callable[[], float]
+    host: Host
     client: Client
     send: Callable[[api.SessionReply], None]
     """Sends a reply soon."""
@@ -92,7 +103,7 @@ class Session:
                 raise WireError(f"request {what} is not known here: client and server are too far apart")
             reply = handler(self, request)
         except KVStoreError as error:
-            self.store.stats.inc("kvstore_errors_total", 1, f"server.{what}")
+            self.host.store.stats.inc("kvstore_errors_total", 1, f"server.{what}")
             reply = Reply(refused=api.Refused(reason=str(error)))
         if reply is None or not request.call:
             return None
@@ -107,13 +118,13 @@ class Session:
     def close(self) -> None:
         """End every pin; leave the slots that the client may still write to in its quarantine."""
         for read in self.reads.values():
-            self.store.release(read)
+            self.host.store.release(read)
         for write in self.writes.values():
-            self.store.quarantine(write)
-            self.client.quarantined.append(Quarantined(len(write.unnamed), partial(self.store.reclaim, write)))
+            self.host.store.quarantine(write)
+            self.client.quarantined.append(Quarantined(len(write.unnamed), partial(self.host.store.reclaim, write)))
         for stripes in self.stripes.values():
-            self.ranks.give_up(stripes)
-            slots = Quarantined(len(stripes.gatherings), partial(self.ranks.let_go, stripes))
+            self.host.ranks.give_up(stripes)
+            slots = Quarantined(len(stripes.gatherings), partial(self.host.ranks.let_go, stripes))
             self.client.quarantined.append(slots)
         self.reads.clear()
         self.writes.clear()
@@ -132,28 +143,29 @@ class Session:
             raise WireError(f"a session opens at most {MAX_NAMESPACES} namespaces")
         identity, layout = unpack_identity(opening.identity), unpack_layout(opening.layout)
         max_age_s = opening.max_age_s if opening.HasField("max_age_s") else None
-        self.namespaces[opening.namespace] = self.store.open_namespace(identity, layout, max_age_s=max_age_s)
+        ns = self.client.tenant.open_namespace(self.host.store, self.host.memory, identity, layout, max_age_s)
+        self.namespaces[opening.namespace] = ns
         return Reply(done=api.Done())
 
     def _arrive(self, request: api.SessionRequest) -> Reply:
         ns, chain = self._chain(request.arrive.chain)
-        keep = self.store.arrive(unpack_request(ns.digest, request.arrive.request), chain)
+        keep = self.host.store.arrive(unpack_request(ns.digest, request.arrive.request), chain)
         return Reply(arrived=api.Arrived(keep=keep))
 
     def _finish(self, request: api.SessionRequest) -> None:
         ns, chain = self._chain(request.finish.chain)
-        self.store.finish(unpack_request(ns.digest, request.finish.request), chain, request.finish.output_tokens)
+        self.host.store.finish(unpack_request(ns.digest, request.finish.request), chain, request.finish.output_tokens)
 
     def _lookup(self, request: api.SessionRequest) -> Reply:
-        found = self.store.lookup(self._chain(request.lookup.chain)[1])
+        found = self.host.store.lookup(self._chain(request.lookup.chain)[1])
         return Reply(found=api.Found(ready=found.ready, found=found.found, pending=found.pending))
 
     def _prefetch(self, request: api.SessionRequest) -> Reply | None:
         if len(self.prefetches) >= MAX_PREFETCHES:
             raise WireError(f"a session has at most {MAX_PREFETCHES} prefetches under way")
         _, chain = self._chain(request.prefetch.chain)
-        deadline_s = self.clock() + min(request.prefetch.budget_ms, MAX_PREFETCH_MS) / 1000
-        prefetch = self.store.prefetch(chain, deadline_s)
+        deadline_s = self.host.clock() + min(request.prefetch.budget_ms, MAX_PREFETCH_MS) / 1000
+        prefetch = self.host.store.prefetch(chain, deadline_s)
         if prefetch.done:
             return _prefetched(request.call, prefetch)
         if request.call:
@@ -164,22 +176,22 @@ class Session:
         self._require_room(request.call)
         ns, chain = self._chain(request.pin.chain)
         if request.pin.HasField("rank"):
-            lease = self.ranks.pin(unpack_rank(request.pin.rank), request.pin.request_id, ns, chain)
+            lease = self.host.ranks.pin(unpack_rank(request.pin.rank), request.pin.request_id, ns, chain)
         else:
-            lease = self.store.pin(chain)
+            lease = self.host.store.pin(chain)
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.reads[request.call] = lease
-        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, lease.slots)))
+        return Reply(leased=api.Leased(offsets_bytes=self._offsets_bytes(ns, lease.slots)))
 
     def _reserve(self, request: api.SessionRequest) -> Reply:
         self._require_room(request.call)
         ns = self._namespace(request.reserve.namespace)
-        lease = self.store.reserve(ns, min(request.reserve.num_blocks, self._num_allowed(ns)))
+        lease = self.host.store.reserve(ns, min(request.reserve.num_blocks, self._num_allowed(ns)))
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.writes[request.call] = lease
-        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, lease.slots)))
+        return Reply(leased=api.Leased(offsets_bytes=self._offsets_bytes(ns, lease.slots)))
 
     def _commit(self, request: api.SessionRequest) -> Reply:
         commit = request.commit
@@ -192,11 +204,11 @@ class Session:
             )
         ns, keys = self._chain(commit.chain)
         parent = BlockKey(ns.digest + commit.parent) if commit.parent else None
-        committed = self.store.commit(lease, keys, parent)
+        committed = self.host.store.commit(lease, keys, parent)
         if lease.state is LeaseState.ENDED:
             del self.writes[commit.lease]
         accepted = [index for index, key in enumerate(keys) if key in committed.accepted] if committed.accepted else []
-        offsets_bytes = self.store.offsets_bytes(ns, committed.slots)
+        offsets_bytes = self._offsets_bytes(ns, committed.slots)
         return Reply(committed=api.Committed(offsets_bytes=offsets_bytes, accepted=accepted))
 
     def _reserve_stripes(self, request: api.SessionRequest) -> Reply:
@@ -205,35 +217,36 @@ class Session:
         ns, keys = self._chain(reserve.chain)
         parent = BlockKey(ns.digest + reserve.parent) if reserve.parent else None
         keys = keys[: self._num_allowed(ns)]
-        stripes = self.ranks.reserve(unpack_rank(reserve.rank), ns, keys, parent)
+        stripes = self.host.ranks.reserve(unpack_rank(reserve.rank), ns, keys, parent)
         if not stripes.gatherings:
             return Reply(leased=api.Leased())
         self.stripes[request.call] = stripes
         slots = [gathering.lease.slots[0] for gathering in stripes.gatherings]
-        return Reply(leased=api.Leased(offsets_bytes=self.store.offsets_bytes(ns, slots), indices=stripes.indices))
+        return Reply(leased=api.Leased(offsets_bytes=self._offsets_bytes(ns, slots), indices=stripes.indices))
 
     def _commit_stripes(self, request: api.SessionRequest) -> Reply:
         stripes = self.stripes.pop(request.commit_stripes.lease, None)
         if stripes is None:
             raise WireError(f"commit of stripes {request.commit_stripes.lease}, which this session does not hold")
-        return Reply(counted=api.Counted(num_blocks=self.ranks.commit(stripes)))
+        return Reply(counted=api.Counted(num_blocks=self.host.ranks.commit(stripes)))
 
     def _end_leases(self, request: api.SessionRequest) -> None:
         for call in request.end_leases.leases:
             if (read := self.reads.pop(call, None)) is not None:
-                self.store.release(read)
+                self.host.store.release(read)
             if (write := self.writes.pop(call, None)) is not None:
-                self.store.abort(write)
+                self.host.store.abort(write)
             if (stripes := self.stripes.pop(call, None)) is not None:
-                self.ranks.give_up(stripes)
-                self.ranks.let_go(stripes)
+                self.host.ranks.give_up(stripes)
+                self.host.ranks.let_go(stripes)
 
     def _clear(self, request: api.SessionRequest) -> Reply:
-        num_blocks = self.store.clear(self._namespace(request.clear.namespace))
+        num_blocks = self.host.store.clear(self._namespace(request.clear.namespace))
         return Reply(counted=api.Counted(num_blocks=num_blocks))
 
     def _evict(self, request: api.SessionRequest) -> Reply:
-        return Reply(counted=api.Counted(num_blocks=self.store.evict(request.evict.num_blocks)))
+        num_blocks = self.host.store.evict(request.evict.num_blocks, self.client.tenant.fingerprints)
+        return Reply(counted=api.Counted(num_blocks=num_blocks))
 
     def _acknowledge(self, request: api.SessionRequest) -> None:
         self.client.acknowledge()
@@ -256,12 +269,18 @@ class Session:
             self.latest = chain.digests, keys
         return ns, keys
 
+    def _offsets_bytes(self, ns: Namespace, slots: Sequence[int]) -> list[int]:
+        """Where each slot starts in the tenant's arena."""
+        offsets_bytes = self.host.store.offsets_bytes(ns, slots)
+        base_bytes = self.host.memory.base_bytes(ns.fingerprint)
+        return [offset - base_bytes for offset in offsets_bytes] if base_bytes else offsets_bytes
+
     def _num_allowed(self, ns: Namespace) -> int:
         """How many more slots this client may write to or keep in quarantine: others want to store something, too."""
         num_held = sum(slots.num_slots for slots in self.client.quarantined)
         num_held += sum(len(write.unnamed) for write in self.writes.values())
         num_held += sum(len(stripes.gatherings) for stripes in self.stripes.values())
-        return max(0, int(MAX_SHARE_WRITTEN * self.store.num_slots(ns)) - num_held)
+        return max(0, int(MAX_SHARE_WRITTEN * self.host.store.num_slots(ns)) - num_held)
 
     def _require_room(self, call: int) -> None:
         if call == 0 or call in self.reads or call in self.writes or call in self.stripes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvstore.layout import Layout
 from kvstore.types import BlockKey, Outcome
@@ -78,6 +78,20 @@ class SlotTier(Tier, Protocol):
     """The whole budget."""
     extent_bytes: int
     """How the budget is cut; see ``kvstore.extents``."""
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """The further capability of a slot tier whose extents are not ready at once for whatever pool they are given to."""
+
+    def base_bytes(self, fingerprint: bytes) -> int:
+        """What is added to the offsets of a pool: it says which part of the tier the pool's extents are in."""
+
+    def prepare(self, offset_bytes: int, num_bytes: int, fingerprint: bytes) -> bool:
+        """Whether the extent at ``offset_bytes`` of the budget is ready for the pool; if not, it is being made so."""
+
+    def prepared(self) -> list[int]:
+        """The offsets of extents that have become ready since the last call."""
 
 
 class Probing(Protocol):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -25,10 +26,25 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14; the mmap module has
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Mapping:
-    """``capacity_bytes`` of shared memory as this process sees them, prefaulted in the background."""
+class Region(Protocol):
+    """Bytes that slots lie in."""
 
-    def __init__(self, fd: int, capacity_bytes: int) -> None:
+    capacity_bytes: int
+
+    def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
+        """Writable bytes; valid until ``close``."""
+
+    def views(self, offsets_bytes: Sequence[int], num_bytes: int) -> list[memoryview]:
+        """As many writable bytes from each offset on."""
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody views it any more."""
+
+
+class Mapping:
+    """``capacity_bytes`` of shared memory as this process sees them, by default prefaulted in the background."""
+
+    def __init__(self, fd: int, capacity_bytes: int, *, prefault: bool = True) -> None:
         """Map the file ``fd``, which is this object's from now on. Raises ``OSError`` if the kernel refuses."""
         self.fd = fd
         self.capacity_bytes = capacity_bytes
@@ -41,9 +57,13 @@ class Mapping:
             os.close(fd)
             raise
         self._view = memoryview(self._map)
+        self._address = np.frombuffer(self._view, dtype=np.uint8).ctypes.data
+        self._closed = False
         self._closing = threading.Event()
-        self._prefault = threading.Thread(target=self._touch_pages, name="kvstore-prefault", daemon=True)
-        self._prefault.start()
+        self._prefault: threading.Thread | None = None
+        if prefault:
+            self._prefault = threading.Thread(target=self._touch_pages, name="kvstore-prefault", daemon=True)
+            self._prefault.start()
 
     def keep_from_children(self) -> None:
         """Processes that this one forks do not get the mapping: what they hold on to would outlive this process."""
@@ -58,12 +78,18 @@ class Mapping:
         view = self._view
         return [view[offset : offset + num_bytes] for offset in offsets_bytes]
 
+    def stop_populating(self) -> None:
+        """Let ``populate`` return early from now on, whichever thread it is in."""
+        self._closing.set()
+
     def close(self) -> None:
         """Give the memory back as soon as nobody views it any more. Safe to call twice."""
-        if self._closing.is_set():
+        if self._closed:
             return
-        self._closing.set()
-        self._prefault.join()
+        self._closed = True
+        self.stop_populating()
+        if self._prefault is not None:
+            self._prefault.join()
         self._view.release()
         try:
             self._map.close()
@@ -73,25 +99,32 @@ class Mapping:
                 self._map.close()
         os.close(self.fd)
 
-    def _touch_pages(self) -> None:
-        """Fault pages in ahead of use: a first touch inside a copy would run at half its speed."""
-        address = np.frombuffer(self._view, dtype=np.uint8).ctypes.data
-        for offset in range(0, self.capacity_bytes, _PREFAULT_STEP_BYTES):
+    def populate(self, offset_bytes: int, num_bytes: int) -> None:
+        """Fault pages in ahead of use: a first touch inside a copy would run at half its speed.
+
+        ``offset_bytes`` is on a page. Returns early if closed meanwhile.
+        """
+        end = min(offset_bytes + num_bytes, len(self._map))
+        for offset in range(offset_bytes, end, _PREFAULT_STEP_BYTES):
             if self._closing.is_set():
                 return
-            step = min(_PREFAULT_STEP_BYTES, len(self._view) - offset)
-            if _LIBC.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(step), _MADV_POPULATE_WRITE) != 0:
+            step = min(_PREFAULT_STEP_BYTES, end - offset)
+            address = ctypes.c_void_p(self._address + offset)
+            if _LIBC.madvise(address, ctypes.c_size_t(step), _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: pages come at their first use
+
+    def _touch_pages(self) -> None:
+        self.populate(0, self.capacity_bytes)
 
 
 class Arena(Mapping):
     """Memory for blocks in a memfd of its own, on huge pages where enough are reserved."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, prefault: bool = True, may_be_huge: bool = True) -> None:
         """Make the memory. Raises ``ConfigError`` if the kernel refuses."""
-        fd, self.page_bytes = _memfd(capacity_bytes)
+        fd, self.page_bytes = _memfd(capacity_bytes, may_be_huge=may_be_huge)
         try:
-            super().__init__(fd, capacity_bytes)
+            super().__init__(fd, capacity_bytes, prefault=prefault)
         except OSError as error:
             raise ConfigError(
                 f"cannot map {capacity_bytes} bytes of memory: {error}; lower memory.capacity or the container's limits"
@@ -104,7 +137,7 @@ class MemoryTier:
     name = "memory"
 
     def __init__(
-        self, arena: Arena, *, extent_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+        self, arena: Region, *, extent_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.arena = arena
         self.capacity_bytes = arena.capacity_bytes
@@ -145,13 +178,13 @@ class MemoryTier:
         return Outcome.OK
 
 
-def _memfd(capacity_bytes: int) -> tuple[int, int]:
+def _memfd(capacity_bytes: int, *, may_be_huge: bool) -> tuple[int, int]:
     """A memfd of the capacity and its page size: huge pages if enough are free now, else ordinary ones.
 
     Its size is sealed: whoever else has the descriptor cannot pull the ground away from under our feet.
     """
     num_huge_pages = -(-capacity_bytes // HUGE_PAGE_BYTES)
-    if _num_free_huge_pages() >= num_huge_pages:
+    if may_be_huge and _num_free_huge_pages() >= num_huge_pages:
         return _sealed("kvstore-arena", os.MFD_HUGETLB, num_huge_pages * HUGE_PAGE_BYTES), HUGE_PAGE_BYTES
     return _sealed("kvstore-arena", 0, -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.testing.sidecar import eventually
 from kvstore.testing.tier_contract import CAPACITY_BYTES, TierContract
 from kvstore.tiers import memory
 from kvstore.tiers.base import Tier
+from kvstore.tiers.domains import Arenas, DomainMemoryTier
 from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena, MemoryTier
 
 
@@ -19,6 +21,32 @@ class TestMemoryTier(TierContract):
         tier = MemoryTier(Arena(CAPACITY_BYTES))
         yield tier
         tier.close()
+
+
+class TestDomainMemoryTier(TierContract):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        tier = DomainMemoryTier(Arenas(CAPACITY_BYTES, 2))
+        yield tier
+        tier.close()
+
+
+def test_an_extent_takes_no_bytes_along_when_it_moves() -> None:
+    size = 1 << 20
+    tier = DomainMemoryTier(Arenas(4 * size, 2), extent_bytes=size)
+    tier.assign(b"blue", 1)
+    for fingerprint, other in ((b"red", b"blue"), (b"blue", b"red"), (b"red", b"blue")):
+        if not tier.prepare(size, size, fingerprint):
+            eventually(lambda: size in tier.prepared())
+        assert tier.prepare(size, size, fingerprint)
+        here = tier.arena.view(tier.base_bytes(fingerprint) + size, size)
+        there = tier.arena.view(tier.base_bytes(other) + size, size)
+        assert not any(here)
+        here[:] = b"x" * size
+        assert not any(there)
+    assert tier.usable_bytes == size
+    del here, there
+    tier.close()
 
 
 def test_an_arena_is_zero_and_writable_to_its_last_byte() -> None:

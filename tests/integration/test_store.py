@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError, KVStoreError, LayoutError, OwnershipErro
 from kvstore.layout import Layout
 from kvstore.opening import open_store
 from kvstore.testing.valkey import ValkeyServer
+from kvstore.tiers.memory import Arena
 from kvstore.types import BlockKey
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, config_of, content, get, opened, put
 
@@ -87,7 +88,7 @@ def test_another_process_can_map_the_arena() -> None:
     with opened(config_of()) as (store, ns):
         (key,) = chain = chain_of(ns, 1)
         put(store, ns, chain)
-        assert store.arena is not None
+        assert isinstance(store.arena, Arena)
         program = (
             "import mmap, sys; m = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]));"
             "sys.stdout.buffer.write(m[: int(sys.argv[3])]); m[0:4] = b'seen'"
@@ -104,7 +105,7 @@ def test_another_process_can_map_the_arena() -> None:
 def test_adjacent_slots_are_adjacent_in_memory() -> None:
     with opened(config_of()) as (store, ns), store.reserve(ns, 8) as lease:
         assert lease.slots == list(range(8))
-        assert store.arena is not None
+        assert isinstance(store.arena, Arena)
         whole = store.arena.view(0, 8 * LAYOUT.block_bytes)
         for index, view in enumerate(lease.views):
             view[:] = bytes([index]) * LAYOUT.block_bytes
