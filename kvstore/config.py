@@ -85,6 +85,11 @@ class ServerConfig:
     token: str = field(default="", repr=False)
     """What a client has to know; empty: whoever can connect may use the store."""
     tenants_file: Path | None = None
+    listen: str = ""
+    """Where other hosts are served; empty: nowhere."""
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
     lease_ms: int = 5000
 
 
@@ -210,6 +215,10 @@ SETTINGS = (
         "server.token", _text, "", '"..."', "what a client has to know; better in the environment than in the file"
     ),
     Setting("server.tenants_file", _path, None, '"/etc/kvstore/tenants.toml"', "tenants apart: see docs/deploy.md"),
+    Setting("server.listen", _text, "", '"0.0.0.0:7411"', "serve other hosts too: over TLS, see docs/deploy.md"),
+    Setting("server.tls_cert_file", _path, None, '"/etc/ssl/kv/cert.pem"', "the certificate shown to other hosts"),
+    Setting("server.tls_key_file", _path, None, '"/etc/ssl/kv/key.pem"', "its key"),
+    Setting("server.tls_client_ca_file", _path, None, '"/etc/ssl/kv/ca.pem"', "who signs clients' certificates"),
     Setting("server.lease", _duration_ms, "5s", '"5s"', "a client that is silent for so long loses what it holds"),
 )
 
@@ -380,6 +389,10 @@ def _server(values: Mapping[str, Any]) -> ServerConfig:
         socket_group=values["server.socket_group"],
         token=values["server.token"],
         tenants_file=values["server.tenants_file"],
+        listen=values["server.listen"],
+        tls_cert_file=values["server.tls_cert_file"],
+        tls_key_file=values["server.tls_key_file"],
+        tls_client_ca_file=values["server.tls_client_ca_file"],
         lease_ms=values["server.lease"],
     )
 

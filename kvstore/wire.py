@@ -5,7 +5,7 @@ a key of a namespace that it has not opened.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +22,9 @@ _DIGEST_BYTES = range(8, 65)
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
 MAX_HANDSHAKE_BYTES = 64 << 10
+PART_BYTES = 1 << 20
+"""How the bytes of a block are cut for another host."""
+_TOKEN_KEY = "authorization"
 
 
 def pack_chain(number: int, chain: Sequence[BlockKey]) -> api.Chain:
@@ -120,6 +123,19 @@ def pack_rank(rank: Rank) -> api.Rank:
 def unpack_rank(message: api.Rank) -> Rank:
     """From a message."""
     return Rank(message.engine, message.index, message.num_ranks)
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call that carry a token."""
+    return ((_TOKEN_KEY, f"Bearer {token}"),)
+
+
+def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The token that came with a call; empty where none did."""
+    for name, value in metadata or ():
+        if name == _TOKEN_KEY and isinstance(value, str):
+            return value.removeprefix("Bearer ")
+    return ""
 
 
 def frame(message: api.Hello | api.Welcome) -> bytes:

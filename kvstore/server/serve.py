@@ -19,9 +19,10 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import __version__
-from kvstore.api.v1 import admin_pb2, kvstore_pb2
+from kvstore.api.v1 import admin_pb2, kvstore_pb2, remote_pb2
 from kvstore.api.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
+from kvstore.api.v1.remote_pb2_grpc import add_RemoteStoreServicer_to_server
 from kvstore.config import Config, ServerConfig
 from kvstore.errors import ConfigError, OwnershipError
 from kvstore.opening import open_store
@@ -29,15 +30,18 @@ from kvstore.server.admin import Admin
 from kvstore.server.clients import Clients
 from kvstore.server.handshake import Handshake
 from kvstore.server.ranks import Ranks
+from kvstore.server.remote import RemoteStore
 from kvstore.server.service import Service
 from kvstore.server.session import Host
 from kvstore.server.tenants import Tenants
+from kvstore.server.tls import credentials
 from kvstore.store import Store
 from kvstore.tiers.domains import DomainMemoryTier
 from kvstore.wire import MAX_MESSAGE_BYTES, admin_socket, arena_socket
 
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+REMOTE_SERVICE = remote_pb2.DESCRIPTOR.services_by_name["RemoteStore"].full_name
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DIRECTORY_MODES = {0o600: 0o700, 0o660: 0o710, 0o666: 0o711}
 """Of the socket's directory, by the mode of the socket."""
@@ -87,34 +91,51 @@ async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterat
     if not isinstance(memory, DomainMemoryTier):
         raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
     path = config.server.socket
-    clients = Clients(Host(store, memory, Ranks(store), time.monotonic))
+    host = Host(store, memory, Ranks(store), time.monotonic)
+    clients = Clients(host)
     service = Service(store, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
     health = HealthServicer()
-    server, admin = (grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS) for _ in range(2))
-    add_KVStoreServicer_to_server(service, server)
+    local, admin, remote = (
+        grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS) for _ in range(3)
+    )
+    add_KVStoreServicer_to_server(service, local)
     add_AdminServicer_to_server(Admin(store, clients), admin)
-    for each, name in ((server, SERVICE), (admin, ADMIN_SERVICE)):
-        health_pb2_grpc.add_HealthServicer_to_server(health, each)
-        reflection.enable_server_reflection([name, HEALTH_SERVICE], each)
+    add_RemoteStoreServicer_to_server(RemoteStore(host, tenants), remote)
+    for server, name in ((local, SERVICE), (admin, ADMIN_SERVICE), (remote, REMOTE_SERVICE)):
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        if server is not remote:
+            reflection.enable_server_reflection([name, HEALTH_SERVICE], server)
     handshake = Handshake(arena_socket(path), memory.arenas, clients, tenants)
     running = asyncio.create_task(service.run())
     try:
         handshake.start()
-        await _listen(server, path)
+        await _listen(local, path)
         await _listen(admin, admin_socket(path))
         for socket in (arena_socket(path), path):
             _let_in(socket, config.server.socket_mode, config.server.socket_group)
         _let_in(admin_socket(path), 0o600, "")
+        if config.server.listen:
+            await _listen_to_others(remote, config.server)
         await _say(health, health_pb2.HealthCheckResponse.SERVING)
         yield
     finally:
         await _say(health, health_pb2.HealthCheckResponse.NOT_SERVING)
-        await server.stop(STOP_GRACE_S)
-        await admin.stop(STOP_GRACE_S)
+        for server in (local, remote, admin):
+            await server.stop(STOP_GRACE_S)
         await handshake.close()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def _listen_to_others(server: grpc.aio.Server, config: ServerConfig) -> None:
+    """Over TLS, with a token or a client certificate, or not at all."""
+    trusted = credentials(config)
+    try:
+        server.add_secure_port(config.listen, trusted)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen at {config.listen}: {error}; set server.listen to host:port") from error
+    await server.start()
 
 
 async def _listen(server: grpc.aio.Server, path: Path) -> None:
@@ -137,7 +158,7 @@ def _let_in(path: Path, mode: int, group: str) -> None:
 
 
 async def _say(health: HealthServicer, status: int) -> None:
-    for name in ("", SERVICE, ADMIN_SERVICE):
+    for name in ("", SERVICE, ADMIN_SERVICE, REMOTE_SERVICE):
         await health.set(name, status)
 
 

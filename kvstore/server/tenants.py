@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.config import ServerConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, WireError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
@@ -24,6 +24,7 @@ from kvstore.store import Store
 from kvstore.tiers.domains import DomainMemoryTier
 
 MAX_NAME_CHARACTERS = 64
+MAX_LAYOUTS = 256
 _KEYS = {"token_sha256", "memory", "models"}
 
 
@@ -49,6 +50,8 @@ class Tenant:
             # With the model in it, each model of the tenant has a pool that a quota can be of, today or later.
             own = f"{layout.engine_format}\0tenant\0{self.name}\0{identity.model}"
             layout = replace(layout, engine_format=own)
+        if layout.fingerprint not in self.fingerprints and len(self.fingerprints) >= MAX_LAYOUTS:
+            raise WireError(f"tenant {self.name!r} has {MAX_LAYOUTS} layouts open, and that is the most")
         memory.assign(layout.fingerprint, self.domain)
         self.fingerprints.add(layout.fingerprint)
         quotas = [quota for quota in (self.quota, model_quota) if quota is not None]

@@ -60,9 +60,9 @@ class Sidecar:
         self.kill()
         self.process = self._start()
 
-    def client(self, budget_s: float = 5.0) -> StoreClient:
+    def client(self, budget_s: float = 5.0, token: str = "") -> StoreClient:
         """Connected."""
-        client = StoreClient(self.socket, budget_s=budget_s)
+        client = StoreClient(self.socket, budget_s=budget_s, token=token)
         assert client.wait_connected(PATIENCE_S), self.log.read_text()
         return client
 
