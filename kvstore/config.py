@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from kvstore import machine
 from kvstore.codecs.registry import CODECS
 from kvstore.errors import ConfigError
+from kvstore.policy import POLICIES
 from kvstore.quantity import format_size, parse_duration, parse_size
 from kvstore.tiers.redis_url import parse_url
 
@@ -184,7 +185,7 @@ def _redis_url(value: object) -> str:
 _ADMISSION = _one_of(*get_args(Admission))
 
 SETTINGS = (
-    Setting("policy", _text, "lru", '"lru"', "what to keep: the eviction policy of every tier"),
+    Setting("policy", _one_of(*POLICIES), "lru", '"lru"', "what to keep: the eviction policy of every tier"),
     Setting("max_age", _duration_s, "0", '"24h"', "blocks are gone so long after they were computed; 0: never"),
     Setting("prefetch_deadline", _duration_ms, "1s", '"500ms"', "how long a request may wait for lower tiers"),
     # 4 GiB hold 32,000 tokens of an 8B model and fit beside any engine; a share of RAM would differ by host

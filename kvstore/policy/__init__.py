@@ -5,6 +5,5 @@ from typing import Any
 
 from kvstore.policy.base import Policy
 from kvstore.policy.lru import LRU
-from kvstore.policy.s3fifo import S3FIFO
 
-POLICIES: dict[str, Callable[[], Policy[Any]]] = {"lru": LRU, "s3fifo": S3FIFO}
+POLICIES: dict[str, Callable[[], Policy[Any]]] = {"lru": LRU}

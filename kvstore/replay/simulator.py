@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.policy.base import Policy
+from kvstore.replay.baselines.base import BlockCache
+from kvstore.replay.prefill import prefill_cost
 from kvstore.replay.trace import Trace, TraceRequest
 from kvstore.types import Request
 
@@ -39,15 +41,6 @@ class Result:
     def blocks_written_per_referenced(self) -> float:
         """Insertions over references: what a tier that wears out would have written."""
         return self.blocks_written / self.blocks_referenced if self.blocks_referenced else 0.0
-
-
-ATTENTION_TOKENS = 16384
-"""Context at which attention costs as much as the rest of a layer: about 2 * hidden / layers' share for an 8B model."""
-
-
-def prefill_cost(num_tokens: int) -> float:
-    """Relative work to compute the first ``num_tokens`` of a prompt."""
-    return num_tokens * (1.0 + num_tokens / (2.0 * ATTENTION_TOKENS))
 
 
 class Tally:
@@ -149,4 +142,21 @@ def replay(trace: Trace, policy: Policy[int], capacity_blocks: int) -> Result:
         num_hit = cache.hit_blocks(request.chain)
         announced = Request(str(number), request.now_s, b"", request.input_tokens)
         tally.count(request, num_hit, cache.serve(announced, request.chain, request.output_tokens))
+    return tally.result()
+
+
+def replay_blocks(trace: Trace, cache: BlockCache | None) -> Result:
+    """Every block of every request of ``trace``, tail first, presented to ``cache``; None: there is no room at all."""
+    tally = Tally(trace)
+    for request in trace.requests:
+        if cache is None:
+            tally.count(request, 0, 0)
+            continue
+        chain = request.chain
+        num_hit = next((index for index, block in enumerate(chain) if block not in cache), len(chain))
+        num_written = 0
+        for block in reversed(chain):
+            num_written += block not in cache
+            cache.access(block)
+        tally.count(request, num_hit, num_written)
     return tally.result()

@@ -150,6 +150,7 @@ def test_an_unknown_variable_names_the_nearest_one() -> None:
         ("file.admission", "sometimes"),
         ("redis.url", "http://valkey"),
         ("redis.codec", "zip"),
+        ("policy", "fancy"),
     ],
 )
 def test_a_bad_value_is_told_with_key_value_source_and_an_example(tmp_path: Path, key: str, value: object) -> None:
@@ -206,9 +207,9 @@ def test_a_missing_file_is_told_by_its_path() -> None:
 
 
 def test_the_effective_configuration_tells_where_each_value_is_from(path: Path) -> None:
-    rows = {row.key: row for row in effective(gather(path, {"KVSTORE_POLICY": "s3fifo"}))}
+    rows = {row.key: row for row in effective(gather(path, {"KVSTORE_POLICY": "lru"}))}
     assert set(rows) == {setting.key for setting in SETTINGS}
-    assert (rows["policy"].value, rows["policy"].source) == ('"s3fifo"', "environment KVSTORE_POLICY")
+    assert (rows["policy"].value, rows["policy"].source) == ('"lru"', "environment KVSTORE_POLICY")
     assert (rows["file.capacity"].value, rows["file.capacity"].source) == ('"1.5TiB"', str(path))
     assert rows["file.directories"].value == '["/mnt/nvme0/kv", "/mnt/nvme1/kv"]'
     bare = {row.key: row for row in effective({})}
