@@ -1,13 +1,13 @@
-"""The command line: ``kvstore serve | stats | check | evict | doctor | config | replay``."""
+"""The command line: ``kvstore serve | top | stats | check | evict | doctor | config | replay``."""
 
 import json
-import logging
 import os
 import sys
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -20,6 +20,7 @@ from kvstore import __version__, offline
 from kvstore.config import PATH_VARIABLE, Config, FileConfig, effective, gather
 from kvstore.doctor import Finding, Verdict, examine
 from kvstore.errors import ConfigError, KVStoreError, OwnershipError
+from kvstore.machine import is_served
 from kvstore.opening import open_file_tier
 from kvstore.quantity import format_size, parse_size
 from kvstore.replay.command import replay
@@ -58,9 +59,13 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 def stats(path: ConfigPath = None, as_json: AsJson = False) -> None:
     """Print what each tier holds.
 
-    Of files what lies there, of Redis what its servers say; of the store in a running process, scrape the metrics.
+    Of a running sidecar what it says of itself. Without one, of files what lies there, of Redis what its servers say.
+    Of a store in an engine's own process, scrape the metrics.
     """
     config = Config.load(path, os.environ)
+    if is_served(config.server.socket):
+        _live().print_stats(_console(), config.server.socket, as_json=as_json)
+        return
     servers = [] if config.redis is None else survey(config.redis)
     held, owner = _file_holdings(config)
     if as_json:
@@ -91,9 +96,14 @@ def check(
 ) -> None:
     """Read every block on file and verify it.
 
-    Exits with 1 if one is broken and was not erased. The store must not be open in another process.
+    Exits with 1 if one is broken and was not erased. Of a running sidecar, which reads and verifies its files itself,
+    the tables are proved instead. No other process may have the store open.
     """
     config = Config.load(path, os.environ)
+    if is_served(config.server.socket):
+        if not _live().check(_console(), config.server.socket):
+            raise typer.Exit(EXIT_BAD_NEWS)
+        return
     with closing(open_file_tier(_existing(config))) as tier:
         counts: Counter[str] = Counter()
         broken: list[StoredBlock] = []
@@ -122,10 +132,18 @@ def evict(
     ] = None,
     size: Annotated[str | None, typer.Option(help='Free about so much on file, oldest first: "10GiB".')] = None,
 ) -> None:
-    """Free blocks of the lower tiers. The store must not be open in another process, unless only Redis is meant."""
+    """Free blocks of the lower tiers, or of a running sidecar.
+
+    Of a sidecar a namespace in every tier, or about so much of RAM. Without one, no other process may have the store
+    open, unless only Redis is meant.
+    """
     config = Config.load(path, os.environ)
     if (namespace is None) == (size is None):
         raise typer.BadParameter("give one of --namespace and --size")
+    if is_served(config.server.socket):
+        wanted = b"" if namespace is None else _digest(namespace)
+        _live().evict(_console(), config.server.socket, namespace=wanted, size_bytes=_size(size) if size else 0)
+        return
     if config.file is None and config.redis is None:
         raise ConfigError("no lower tier is configured: give the store's --config, or KVSTORE_REDIS_URL")
     digest = b"" if namespace is None else _digest(namespace)
@@ -146,8 +164,21 @@ def serve(path: ConfigPath = None) -> None:
     """Be the sidecar, the store of every engine on this host."""
     from kvstore.server.serve import run  # noqa: PLC0415 - the other commands need no gRPC, which takes a while to load
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(Config.load(path, os.environ))
+
+
+@app.command()
+def top(
+    path: ConfigPath = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+    num_frames: Annotated[int | None, typer.Option("--count", min=1, help="End after so many.")] = None,
+) -> None:
+    """Watch a running sidecar."""
+    config = Config.load(path, os.environ)
+    if not is_served(config.server.socket):
+        raise ConfigError(f"no sidecar is running at {config.server.socket}: start one with kvstore serve")
+    with suppress(KeyboardInterrupt):
+        _live().top(_console(), config.server.socket, interval_s=interval_s, num_frames=num_frames)
 
 
 @app.command()
@@ -187,6 +218,12 @@ def doctor(path: ConfigPath = None, as_json: AsJson = False) -> None:
 
 
 app.command()(replay)
+
+
+def _live() -> ModuleType:
+    from kvstore import live  # noqa: PLC0415 - gRPC takes a while to load, and only a running sidecar needs it
+
+    return live
 
 
 def _print_finding(finding: Finding) -> None:

@@ -86,6 +86,8 @@ class ServerConfig:
     token: str = field(default="", repr=False)
     """What a client has to know; empty: whoever can connect may use the store."""
     tenants_file: Path | None = None
+    metrics: str = ""
+    """Where Prometheus is answered; empty: nowhere."""
     listen: str = ""
     """Where other hosts are served; empty: nowhere."""
     tls_cert_file: Path | None = None
@@ -158,6 +160,15 @@ def _path(value: object) -> Path:
     return path
 
 
+def _endpoint(value: object) -> str:
+    """host:port, or nothing."""
+    text = _text(value)
+    host, _, port = text.rpartition(":")
+    if text and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError("not host:port")
+    return text
+
+
 def _mode(value: object) -> int:
     """Permissions as ``chmod`` takes them; write access is what lets somebody in."""
     mode = int(_text(value), 8)
@@ -216,7 +227,8 @@ SETTINGS = (
         "server.token", _text, "", '"..."', "what a client has to know; better in the environment than in the file"
     ),
     Setting("server.tenants_file", _path, None, '"/etc/kvstore/tenants.toml"', "tenants apart: see docs/deploy.md"),
-    Setting("server.listen", _text, "", '"0.0.0.0:7411"', "serve other hosts too: over TLS, see docs/deploy.md"),
+    Setting("server.metrics", _endpoint, "", '"127.0.0.1:9411"', "answer Prometheus at http://.../metrics"),
+    Setting("server.listen", _endpoint, "", '"0.0.0.0:7411"', "serve other hosts too: over TLS, see docs/deploy.md"),
     Setting("server.tls_cert_file", _path, None, '"/etc/ssl/kv/cert.pem"', "the certificate shown to other hosts"),
     Setting("server.tls_key_file", _path, None, '"/etc/ssl/kv/key.pem"', "its key"),
     Setting("server.tls_client_ca_file", _path, None, '"/etc/ssl/kv/ca.pem"', "who signs clients' certificates"),
@@ -390,6 +402,7 @@ def _server(values: Mapping[str, Any]) -> ServerConfig:
         socket_group=values["server.socket_group"],
         token=values["server.token"],
         tenants_file=values["server.tenants_file"],
+        metrics=values["server.metrics"],
         listen=values["server.listen"],
         tls_cert_file=values["server.tls_cert_file"],
         tls_key_file=values["server.tls_key_file"],

@@ -26,8 +26,13 @@ class StatsCollector(Collector):
             yield samples
 
 
-def expose(stats: Stats) -> bytes:
-    """The page that a Prometheus server scrapes."""
+def registry_of(stats: Stats) -> CollectorRegistry:
+    """What an HTTP server answers from."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatsCollector(stats))
-    return generate_latest(registry)
+    return registry
+
+
+def expose(stats: Stats) -> bytes:
+    """The page that a Prometheus server scrapes."""
+    return generate_latest(registry_of(stats))

@@ -1,5 +1,6 @@
 """What this machine gives to a process: memory under every limit, and room on file systems."""
 
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,18 @@ def default_socket() -> Path:
         return _ROOT / "run" / "kvstore" / "kvstore.sock"
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvstore-{os.geteuid()}"
     return Path(runtime) / "kvstore" / "kvstore.sock"
+
+
+def is_served(socket: Path) -> bool:
+    """Whether a sidecar is running that listens at ``socket``: it holds the lock beside it."""
+    try:
+        with socket.with_name(socket.name + ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def disk_bytes(directory: Path) -> int:

@@ -364,6 +364,11 @@ class Store:
                 self.stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)
         return self.stats.snapshot()
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of RAM in slots that hold or are being filled with a block."""
+        return self._memory.used_bytes if self._memory else 0
+
     def num_slots(self, ns: Namespace) -> int:
         """How many blocks of ``ns`` would fill RAM."""
         if self._memory is None or self._arena_tier is None:

@@ -35,9 +35,9 @@ class Admin:
         stats: api.SidecarStats = self._ask(self._stub.GetStats, api.GetStatsRequest())
         return stats
 
-    def evict(self, num_blocks: int) -> int:
-        """Forget blocks in RAM; returns how many."""
-        return int(self._ask(self._stub.EvictBlocks, api.EvictBlocksRequest(num_blocks=num_blocks)).num_blocks)
+    def evict(self, num_bytes: int) -> int:
+        """Forget about so much in RAM; returns how many blocks that was."""
+        return int(self._ask(self._stub.EvictBlocks, api.EvictBlocksRequest(num_bytes=num_bytes)).num_blocks)
 
     def clear(self, digest: bytes) -> int:
         """Forget a namespace in every tier; returns how many blocks."""

@@ -1,5 +1,6 @@
 """What an operator asks of a running sidecar. Runs on the event loop, as everything does."""
 
+import asyncio
 import time
 
 import grpc
@@ -10,6 +11,8 @@ from kvstore.api.v1.admin_pb2_grpc import AdminServicer
 from kvstore.server.clients import Clients
 from kvstore.server.session import Client
 from kvstore.store import Store
+
+EVICT_STEP_BLOCKS = 64
 
 
 class Admin(AdminServicer):
@@ -44,8 +47,16 @@ class Admin(AdminServicer):
     async def EvictBlocks(  # noqa: N802 - the proto's name
         self, request: api.EvictBlocksRequest, context: grpc.aio.ServicerContext[api.EvictBlocksRequest, api.BlockCount]
     ) -> api.BlockCount:
-        """Make room in RAM."""
-        return api.BlockCount(num_blocks=self._store.evict(request.num_blocks))
+        """Make room in RAM, a bounded step at a time."""
+        used_bytes = self._store.used_bytes
+        num_blocks = 0
+        while used_bytes - self._store.used_bytes < request.num_bytes:
+            num_evicted = self._store.evict(EVICT_STEP_BLOCKS)
+            if num_evicted == 0:
+                break
+            num_blocks += num_evicted
+            await asyncio.sleep(0)
+        return api.BlockCount(num_blocks=num_blocks)
 
     async def ClearNamespace(  # noqa: N802 - the proto's name
         self,

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
 
 from kvstore import __version__
 from kvstore.api.v1 import admin_pb2, kvstore_pb2, remote_pb2
@@ -25,7 +26,9 @@ from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
 from kvstore.api.v1.remote_pb2_grpc import add_RemoteStoreServicer_to_server
 from kvstore.config import Config, ServerConfig
 from kvstore.errors import ConfigError, OwnershipError
+from kvstore.exposition import registry_of
 from kvstore.opening import open_store
+from kvstore.server import logs
 from kvstore.server.admin import Admin
 from kvstore.server.clients import Clients
 from kvstore.server.handshake import Handshake
@@ -63,6 +66,7 @@ _log = logging.getLogger(__name__)
 
 def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises ``KVStoreError`` where it cannot start."""
+    logs.set_up()
     os.umask(0o077)
     with _owned(config.server):
         tenants = Tenants.of(config.server)
@@ -107,6 +111,7 @@ async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterat
             reflection.enable_server_reflection([name, HEALTH_SERVICE], server)
     handshake = Handshake(arena_socket(path), memory.arenas, clients, tenants)
     running = asyncio.create_task(service.run())
+    undo = contextlib.ExitStack()
     try:
         handshake.start()
         await _listen(local, path)
@@ -116,12 +121,15 @@ async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterat
         _let_in(admin_socket(path), 0o600, "")
         if config.server.listen:
             await _listen_to_others(remote, config.server)
+        if config.server.metrics:
+            _answer_prometheus(store, config.server.metrics, undo)
         await _say(health, health_pb2.HealthCheckResponse.SERVING)
         yield
     finally:
         await _say(health, health_pb2.HealthCheckResponse.NOT_SERVING)
         for server in (local, remote, admin):
             await server.stop(STOP_GRACE_S)
+        undo.close()
         await handshake.close()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -145,6 +153,18 @@ async def _listen(server: grpc.aio.Server, path: Path) -> None:
     except RuntimeError as error:
         raise ConfigError(f"cannot listen at {path}: {error}; set server.socket elsewhere") from error
     await server.start()
+
+
+def _answer_prometheus(store: Store, endpoint: str, undo: contextlib.ExitStack) -> None:
+    """In threads of its own, from what the owner counts. Raises ``ConfigError`` where it cannot listen."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        scraped, thread = start_http_server(int(port), host.strip("[]"), registry_of(store.stats))
+    except OSError as error:
+        raise ConfigError(f"cannot answer Prometheus at {endpoint}: {error}; set server.metrics elsewhere") from error
+    undo.callback(thread.join)
+    undo.callback(scraped.server_close)
+    undo.callback(scraped.shutdown)
 
 
 def _let_in(path: Path, mode: int, group: str) -> None:

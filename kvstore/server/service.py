@@ -55,6 +55,7 @@ class Service(KVStoreServicer):
         while True:
             await asyncio.sleep(self._tick_s)
             self._clients.tick()
+            self._store.snapshot()  # gauges, for those who read the statistics from another thread
 
     async def Session(self, requests: AsyncIterator[api.SessionRequest], context: Context) -> None:  # noqa: N802 - the proto's name
         """Handle a client's requests in order, for as long as its stream lasts."""

@@ -30,7 +30,7 @@ def served(shared: Sidecar) -> Iterator[Sidecar]:
     yield shared
     eventually(lambda: not shared.stats().clients)
     with shared.admin() as admin:
-        admin.evict(10**6)
+        admin.evict(10**9)
         assert admin.check() == ""
     assert held(shared) == {"pinned": 0, "quarantined": 0, "used_bytes": 0}
 

@@ -30,7 +30,7 @@ def served(shared: Sidecar) -> Iterator[Sidecar]:
     yield shared
     eventually(lambda: not shared.stats().clients)
     with shared.admin() as admin:
-        admin.evict(10**6)
+        admin.evict(10**9)
         assert admin.check() == ""
     eventually(lambda: shared.metric("kvstore_used_bytes", "memory") == 0)
     assert shared.metric("kvstore_pinned_blocks", "memory") == 0
@@ -168,7 +168,7 @@ def test_ranks_get_the_same_answer_whatever_happens_between_their_questions(
     assert first.num_blocks == 8
     ranks[0].release(first)
     with served.admin() as admin:
-        admin.evict(10**6)
+        admin.evict(10**9)
     put(ranks[1], NS, chain_of(NS, NUM_SLOTS // 2, 2))
     put(ranks[2], NS, chain_of(NS, NUM_SLOTS // 2, 3))
     others = [client.pin_together(chain, "request-1") for client in ranks[1:]]
@@ -181,7 +181,7 @@ def test_ranks_get_the_same_answer_whatever_happens_between_their_questions(
     missing = chain_of(NS, 4, 4)
     nothing = ranks[2].pin_together(missing, "request-2")
     with served.admin() as admin:
-        admin.evict(8)
+        admin.evict(8 * LAYOUT.block_bytes)
     put(ranks[0], NS, missing)
     assert (
         [client.pin_together(missing, "request-2").num_blocks for client in ranks[:2]]

@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-COMMANDS = ("serve", "stats", "check", "evict", "doctor", "config")
+COMMANDS = ("serve", "top", "stats", "check", "evict", "doctor", "config")
 
 
 def test_help_lists_the_commands() -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/api/v1/admin.proto\x12\x0ekvstore.api.v1\"\x11\n\x0fGetStatsRequest\"\xbc\x01\n\x0cSidecarStats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.kvstore.api.v1.Sample\x12,\n\x07\x63lients\x18\x04 \x03(\x0b\x32\x1b.kvstore.api.v1.ClientStats\x12\x32\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1e.kvstore.api.v1.NamespaceStats\"7\n\x06Sample\x12\x0e\n\x06metric\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\r\n\x05value\x18\x03 \x01(\x01\"\x8a\x01\n\x0b\x43lientStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tnum_reads\x18\x03 \x01(\r\x12\x12\n\nnum_writes\x18\x04 \x01(\r\x12\x1d\n\x15num_quarantined_slots\x18\x05 \x01(\r\x12\x12\n\nidle_ticks\x18\x06 \x01(\r\"D\n\x0eNamespaceStats\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\"(\n\x12\x45victBlocksRequest\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\'\n\x15\x43learNamespaceRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x14\n\x12\x43heckTablesRequest\"\x1c\n\nTableCheck\x12\x0e\n\x06\x62roken\x18\x01 \x01(\t\" \n\nBlockCount\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x32\xc5\x02\n\x05\x41\x64min\x12I\n\x08GetStats\x12\x1f.kvstore.api.v1.GetStatsRequest\x1a\x1c.kvstore.api.v1.SidecarStats\x12M\n\x0b\x45victBlocks\x12\".kvstore.api.v1.EvictBlocksRequest\x1a\x1a.kvstore.api.v1.BlockCount\x12S\n\x0e\x43learNamespace\x12%.kvstore.api.v1.ClearNamespaceRequest\x1a\x1a.kvstore.api.v1.BlockCount\x12M\n\x0b\x43heckTables\x12\".kvstore.api.v1.CheckTablesRequest\x1a\x1a.kvstore.api.v1.TableCheckb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/api/v1/admin.proto\x12\x0ekvstore.api.v1\"\x11\n\x0fGetStatsRequest\"\xbc\x01\n\x0cSidecarStats\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\'\n\x07samples\x18\x03 \x03(\x0b\x32\x16.kvstore.api.v1.Sample\x12,\n\x07\x63lients\x18\x04 \x03(\x0b\x32\x1b.kvstore.api.v1.ClientStats\x12\x32\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1e.kvstore.api.v1.NamespaceStats\"7\n\x06Sample\x12\x0e\n\x06metric\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\r\n\x05value\x18\x03 \x01(\x01\"\x8a\x01\n\x0b\x43lientStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x11\n\tnum_reads\x18\x03 \x01(\r\x12\x12\n\nnum_writes\x18\x04 \x01(\r\x12\x1d\n\x15num_quarantined_slots\x18\x05 \x01(\r\x12\x12\n\nidle_ticks\x18\x06 \x01(\r\"D\n\x0eNamespaceStats\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\"\'\n\x12\x45victBlocksRequest\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\'\n\x15\x43learNamespaceRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x14\n\x12\x43heckTablesRequest\"\x1c\n\nTableCheck\x12\x0e\n\x06\x62roken\x18\x01 \x01(\t\" \n\nBlockCount\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x32\xc5\x02\n\x05\x41\x64min\x12I\n\x08GetStats\x12\x1f.kvstore.api.v1.GetStatsRequest\x1a\x1c.kvstore.api.v1.SidecarStats\x12M\n\x0b\x45victBlocks\x12\".kvstore.api.v1.EvictBlocksRequest\x1a\x1a.kvstore.api.v1.BlockCount\x12S\n\x0e\x43learNamespace\x12%.kvstore.api.v1.ClearNamespaceRequest\x1a\x1a.kvstore.api.v1.BlockCount\x12M\n\x0b\x43heckTables\x12\".kvstore.api.v1.CheckTablesRequest\x1a\x1a.kvstore.api.v1.TableCheckb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,15 +42,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NAMESPACESTATS']._serialized_start=454
   _globals['_NAMESPACESTATS']._serialized_end=522
   _globals['_EVICTBLOCKSREQUEST']._serialized_start=524
-  _globals['_EVICTBLOCKSREQUEST']._serialized_end=564
-  _globals['_CLEARNAMESPACEREQUEST']._serialized_start=566
-  _globals['_CLEARNAMESPACEREQUEST']._serialized_end=605
-  _globals['_CHECKTABLESREQUEST']._serialized_start=607
-  _globals['_CHECKTABLESREQUEST']._serialized_end=627
-  _globals['_TABLECHECK']._serialized_start=629
-  _globals['_TABLECHECK']._serialized_end=657
-  _globals['_BLOCKCOUNT']._serialized_start=659
-  _globals['_BLOCKCOUNT']._serialized_end=691
-  _globals['_ADMIN']._serialized_start=694
-  _globals['_ADMIN']._serialized_end=1019
+  _globals['_EVICTBLOCKSREQUEST']._serialized_end=563
+  _globals['_CLEARNAMESPACEREQUEST']._serialized_start=565
+  _globals['_CLEARNAMESPACEREQUEST']._serialized_end=604
+  _globals['_CHECKTABLESREQUEST']._serialized_start=606
+  _globals['_CHECKTABLESREQUEST']._serialized_end=626
+  _globals['_TABLECHECK']._serialized_start=628
+  _globals['_TABLECHECK']._serialized_end=656
+  _globals['_BLOCKCOUNT']._serialized_start=658
+  _globals['_BLOCKCOUNT']._serialized_end=690
+  _globals['_ADMIN']._serialized_start=693
+  _globals['_ADMIN']._serialized_end=1018
 # @@protoc_insertion_point(module_scope)

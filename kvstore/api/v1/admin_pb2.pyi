@@ -61,10 +61,10 @@ class NamespaceStats(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., model: _Optional[str] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class EvictBlocksRequest(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class ClearNamespaceRequest(_message.Message):
     __slots__ = ("digest",)
