@@ -29,6 +29,8 @@ class Load:
 
     ticket: Ticket
     lease: ReadLease
+    keys: Sequence[BlockKey]
+    """Of the blocks that go into ``pages``; more may be pinned."""
     pages: list[int]
     served: dict[str, int]
     """Tokens, by the tier that had them."""
@@ -74,6 +76,8 @@ class Transfers:
         self._offloads: list[Offload] = []
         self._abandoned: list[Load] = []
         self._victims: list[tuple[int, BlockKey, BlockKey | None]] = []
+        self._given: set[BlockKey] = set()
+        """Blocks in pages that came from the store or were stored: to ask it at each eviction would take too long."""
 
     # ---- the life of a request
 
@@ -105,17 +109,19 @@ class Transfers:
             return
         request.pages += pages
         request.num_computed += len(pages) * self._tokens_per_block
-        request.load = Load(ticket, lease, pages, self._served(request, start, len(pages)))
+        keys = lease.keys[start : start + len(pages)]
+        request.load = Load(ticket, lease, keys, pages, self._served(request, start, len(pages)))
 
     def settle(self, request: EngineRequest) -> bool:
         """End the request's load, which its last layer has waited for; False if it did not arrive."""
         load = request.load
         assert load is not None
         load.ticket.wait()
-        if load.ticket.failed:
+        if load.ticket.failed or not load.lease.still_held():
             self.abandon(request)
             return False
         request.load = None
+        self._given.update(load.keys)
         self._store.release(load.lease)
         for tier, num_tokens in load.served.items():
             request.count_served(tier, num_tokens)
@@ -142,6 +148,7 @@ class Transfers:
         parents = [request.keys[index - 1] if index else None for index in blocks]
         num_started = self._start(request.pages[blocks.start : blocks.stop], keys, parents)
         self._num_offered[request.request_id] = offered + num_started
+        self._given.update(keys[:num_started])
         request.metrics.bytes_offloaded += num_started * self._ns.layout.block_bytes
 
     def finish(self, request: EngineRequest) -> None:
@@ -153,10 +160,12 @@ class Transfers:
     # ---- eviction
 
     def on_evict(self, key: BlockKey, page: int) -> None:
-        """The pool is evicting a block: keep its page from reuse if the store does not have the block yet."""
-        if self._store.lookup([key]).found == 0:
-            self._victims.append((page, key, self._pool.parent_of(page)))
-            self._pool.hold(page)
+        """The pool is evicting a block: keep its page from reuse if the store was not given the block yet."""
+        if key in self._given:
+            self._given.remove(key)
+            return
+        self._victims.append((page, key, self._pool.parent_of(page)))
+        self._pool.hold(page)
 
     def offload_victims(self) -> None:
         """Start to copy what ``on_evict`` has kept."""
@@ -212,10 +221,14 @@ class Transfers:
         for page in offload.pages:
             self._pool.unhold(page)
         if offload.ticket.failed:
+            self._given.difference_update(offload.keys)
             self._store.abort(offload.lease)
             return
-        for key, parent in zip(offload.keys, offload.parents, strict=True):
-            self._store.commit(offload.lease, [key], parent)
+        start = 0
+        for end in range(1, len(offload.keys) + 1):  # a commit for each run of blocks that follow one another
+            if end == len(offload.keys) or offload.parents[end] != offload.keys[end - 1]:
+                self._store.commit(offload.lease, offload.keys[start:end], offload.parents[start])
+                start = end
 
     def _num_kept(self, request: EngineRequest) -> int:
         """Leading blocks that are full and that the store's policy wants; of generated ones it was not asked."""

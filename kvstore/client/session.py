@@ -139,7 +139,7 @@ class Session:
 
     def ask(self, request: api.SessionRequest, budget_s: float) -> api.SessionReply | None:
         """Send, and wait for the reply as long as the budget lasts; None: there is none."""
-        call = None if self.is_stalled else self.begin(request, time.monotonic() + budget_s)
+        call = self.begin(request, time.monotonic() + budget_s)
         return None if call is None else self.result(call)
 
     def begin(self, request: api.SessionRequest, deadline_s: float, on_reply: OnReply | None = None) -> Call | None:

@@ -382,8 +382,9 @@ class StoreClient:
     # ---- the inside
 
     def _session(self) -> Session | None:
+        """The one to ask; None while the sidecar is away, or silent although it owes an answer."""
         session = self._connection.session
-        return session if session is not None and not session.is_over else None
+        return session if session is not None and not session.is_over and not session.is_stalled else None
 
     def _ask(self, session: Session | None, what: str, call: int = 0, **request: Any) -> api.SessionReply | None:
         """The reply, or None and a count."""
