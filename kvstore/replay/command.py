@@ -1,15 +1,12 @@
 """``kvstore replay``: the edge where files are opened, progress is shown and numbers are printed."""
 
-import gzip
 import json
 import os
-import sys
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 from rich import box
@@ -18,16 +15,12 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingCol
 from rich.table import Table
 
 from kvstore.config import Config
-from kvstore.errors import ConfigError
 from kvstore.quantity import parse_size
 from kvstore.replay.capacity import parse_capacity, split_list
-from kvstore.replay.formats import TraceError, read_trace
+from kvstore.replay.loading import load
 from kvstore.replay.runs import run_of
 from kvstore.replay.simulator import Result
-from kvstore.replay.spool import RequestSpool
 from kvstore.replay.trace import Requests, Trace, TraceRequest
-
-MAX_BAD_LINES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +56,12 @@ def replay(
         str, typer.Option(help="How much is kept: 1% of the trace's blocks, 5000 blocks, or 64GiB; with commas.")
     ] = "1%,2%,5%,10%,20%",
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per block of a file of hashes, where it is not the usual size.")
+        int | None,
+        typer.Option(min=1, help="Tokens per block: of hashes, where it is not the usual size; of chats, 16 without."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json, for chats; without it four bytes of text are taken as a token."),
     ] = None,
     kv_bytes_per_token: Annotated[
         str, typer.Option(help="What a token takes, for capacities in bytes. The default is Llama 3 8B's in bfloat16.")
@@ -84,7 +82,7 @@ def replay(
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        trace = _load(path, block_tokens, skip_bad_lines)
+        trace = load(path, block_tokens, tokenizer, skip_bad_lines=skip_bad_lines)
         block_bytes = max(1, token_bytes) * trace.tokens_per_block
         capacities = [parse_capacity(text, trace.num_unique_blocks, block_bytes) for text in split_list(capacity)]
         rows = []
@@ -118,32 +116,6 @@ class _Watched:
             if index % 256 == 0:
                 self._progress.update(self._task, completed=index)
             yield request
-
-
-def _load(path: Path, block_tokens: int | None, skip_bad_lines: bool) -> Trace:
-    bad: list[str] = []
-
-    def report(number: int, why: str) -> None:
-        bad.append(f"{path}: line {number}: {why}" if len(bad) < MAX_BAD_LINES_SHOWN else "")
-
-    try:
-        with _open(path) as lines:
-            trace = read_trace(path.name, lines, tokens_per_block=block_tokens, keep=RequestSpool, report=report)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    for line in bad[:MAX_BAD_LINES_SHOWN]:
-        print(line, file=sys.stderr)
-    if bad and not skip_bad_lines:
-        raise TraceError(f"{path} has {len(bad)} bad lines: mend them, or leave them out with --skip-bad-lines")
-    if bad:
-        print(f"{path}: {len(bad)} bad lines left out", file=sys.stderr)
-    return trace
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
 
 
 def _print_table(rows: list[Row]) -> None:

@@ -1,24 +1,23 @@
-"""Reading traces, whatever their format. Pure: takes lines, does no I/O, keeps no line.
+"""Reading traces, whatever their format: hashes (``hashed``), the compact CSV (``compact``), chats (``chat``).
 
-* Mooncake JSONL: ``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids`` of 512-token blocks.
-* Qwen-Bailian JSONL: the same with ``timestamp`` in seconds, ``chat_id`` and so on, and 16-token blocks.
-* compact CSV, see ``compact``.
-
-A line that is not a request is reported by its number; nothing is skipped in silence.
+Pure: takes pieces of text, does no I/O, keeps none. What is no request is reported by the number of its line; nothing
+is skipped in silence.
 """
 
 import itertools
-import json
-import math
+import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 from kvstore.errors import KVStoreError
+from kvstore.replay import chat
 from kvstore.replay.compact import read_compact, tokens_per_block_in
-from kvstore.replay.trace import BlockNumbers, Requests, Trace, TraceRequest
+from kvstore.replay.hashed import dialect_of, read_hashed
+from kvstore.replay.trace import Requests, Trace, TraceRequest
 
-MOONCAKE_TOKENS_PER_BLOCK = 512
-BAILIAN_TOKENS_PER_BLOCK = 16
+_CHAT = re.compile(r'\s*(\[|\{\s*$)|.*"(conversations?|messages)"\s*:', re.DOTALL)
+_LENGTHS_ONLY = re.compile(r"timestamp,.*tokens", re.IGNORECASE)
 
 
 class TraceError(KVStoreError):
@@ -35,64 +34,46 @@ def read_trace(
     lines: Iterable[str],
     *,
     tokens_per_block: int | None = None,
+    encode: chat.Encode = chat.estimate,
     keep: Callable[[Iterator[TraceRequest]], Requests] = list,
     report: Callable[[int, str], None] = refuse,
 ) -> Trace:
-    """The trace in ``lines``, whose format the first of them shows.
+    """The trace in ``lines``, whose format the first of them shows; a very long line may come in pieces.
 
-    ``tokens_per_block`` is for files of hashes whose blocks are not of the usual size. ``keep`` takes the requests as
-    they are read. Each bad line is passed to ``report``, and left out where that returns. Raises ``TraceError`` if
-    there is nothing to read.
+    ``tokens_per_block`` is for hashes of blocks that are not of the usual size, and for chats, which are cut into
+    blocks here; ``encode`` makes tokens of what is said in them. ``keep`` takes the requests as they are read. Each bad
+    line is passed to ``report``, and left out where that returns. Raises ``TraceError`` if there is no trace in it.
     """
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    first = next(numbered, None)
-    if first is None:
+    source = iter(lines)
+    num_blank = 0
+    first = ""
+    for first in source:
+        if first.strip():
+            break
+        num_blank += 1
+    if not first.strip():
         raise TraceError(f"{name} is empty")
-    compact_tokens = tokens_per_block_in(first[1])
+    if _LENGTHS_ONLY.match(first):
+        raise TraceError(f"{name} has lengths only: what requests share, and so what a cache would spare, is not in it")
+    compact_tokens = tokens_per_block_in(first)
     if compact_tokens:
+        numbered = _numbered(source, num_blank + 2)
         return Trace.of(name, compact_tokens, keep(read_compact(numbered, compact_tokens, report)))
-    is_bailian = '"chat_id"' in first[1]
-    tokens = tokens_per_block or (BAILIAN_TOKENS_PER_BLOCK if is_bailian else MOONCAKE_TOKENS_PER_BLOCK)
-    requests = _hashed(itertools.chain([first], numbered), 1.0 if is_bailian else 1e-3, tokens, report)
-    return Trace.of(name, tokens, keep(requests))
+    if _CHAT.match(first):
+        pieces = itertools.chain(["\n" * num_blank, first], source)
+        tokens = tokens_per_block or chat.TOKENS_PER_BLOCK
+        notes = [chat.ESTIMATED_TOKENS] * (encode is chat.estimate) + [chat.MADE_UP_TIMES]
+        return Trace.of(name, tokens, keep(chat.read_chats(pieces, tokens, encode, report)), "; ".join(notes))
+    dialect = dialect_of(first)
+    if tokens_per_block:
+        dialect = replace(dialect, tokens_per_block=tokens_per_block)
+    numbered = _numbered(itertools.chain([first], source), num_blank + 1)
+    return Trace.of(name, dialect.tokens_per_block, keep(read_hashed(numbered, dialect, report)))
 
 
-def _hashed(
-    lines: Iterable[tuple[int, str]], second: float, tokens_per_block: int, report: Callable[[int, str], None]
-) -> Iterator[TraceRequest]:
-    numbers = BlockNumbers()
-    for number, line in lines:
-        try:
-            record = json.loads(line)
-            now_s = _time(record["timestamp"]) * second
-            input_tokens, output_tokens = _count(record["input_length"]), _count(record["output_length"])
-            hashes = _hashes(record["hash_ids"], input_tokens, tokens_per_block)
-        except (KeyError, TypeError, ValueError) as error:
-            missing = f"no {error}" if isinstance(error, KeyError) else str(error)
-            report(number, f"{missing}: not a request: {line.strip()[:80]}")
-            continue
-        yield TraceRequest(now_s, input_tokens, output_tokens, numbers.chain(hashes))
-
-
-def _time(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no time")
-    return float(value)
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no number of tokens")
-    return value
-
-
-def _hashes(value: Any, input_tokens: int, tokens_per_block: int) -> list[int | str]:
-    """Whole blocks, and perhaps the partial one at the end."""
-    if not isinstance(value, list) or not all(isinstance(content, int | str) for content in value):
-        raise ValueError("hash_ids is no list of numbers or texts")
-    if len(value) not in (input_tokens // tokens_per_block, -(-input_tokens // tokens_per_block)):
-        raise ValueError(
-            f"{input_tokens} tokens are not {len(value)} blocks of {tokens_per_block}; if they are of another size,"
-            " give --block-tokens"
-        )
-    return value
+def _numbered(pieces: Iterable[str], number: int) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, by number; each piece of a line that came in several has the line's."""
+    for piece in pieces:
+        if piece.strip():
+            yield number, piece
+        number += piece.endswith("\n")

@@ -140,8 +140,8 @@ def replay(trace: Trace, policy: Policy[int], capacity_blocks: int) -> Result:
     tally = Tally(trace)
     for number, request in enumerate(trace.requests):
         num_hit = cache.hit_blocks(request.chain)
-        announced = Request(str(number), request.now_s, b"", request.input_tokens)
-        tally.count(request, num_hit, cache.serve(announced, request.chain, request.output_tokens))
+        num_written = cache.serve(request.announced(number), request.chain, request.output_tokens)
+        tally.count(request, num_hit, num_written)
     return tally.result()
 
 

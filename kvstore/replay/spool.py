@@ -1,5 +1,6 @@
 """Requests of a trace on file once they are many: a trace may be longer than memory is large."""
 
+import json
 import struct
 import tempfile
 import weakref
@@ -11,7 +12,7 @@ from kvstore.replay.trace import TraceRequest
 MEMORY_BYTES = 64 * 2**20
 """What is kept in memory; more goes to a temporary file without a name, 8 bytes for each block referred to."""
 
-_HEAD = struct.Struct("=dqqq")
+_HEAD = struct.Struct("=dqqqq")
 
 
 class RequestSpool:
@@ -22,8 +23,9 @@ class RequestSpool:
         weakref.finalize(self, self._file.close)
         self._num_requests = 0
         for request in requests:
-            self._file.write(_HEAD.pack(request.now_s, request.input_tokens, request.output_tokens, len(request.chain)))
-            self._file.write(array("q", request.chain).tobytes())
+            rest = json.dumps([request.namespace.hex(), dict(request.hints)]).encode() if _has_rest(request) else b""
+            lengths = request.input_tokens, request.output_tokens, len(request.chain), len(rest)
+            self._file.write(_HEAD.pack(request.now_s, *lengths) + array("q", request.chain).tobytes() + rest)
             self._num_requests += 1
 
     @property
@@ -40,8 +42,13 @@ class RequestSpool:
         offset = 0
         for _ in range(self._num_requests):
             self._file.seek(offset)
-            now_s, input_tokens, output_tokens, num_blocks = _HEAD.unpack(self._file.read(_HEAD.size))
+            now_s, input_tokens, output_tokens, num_blocks, rest_bytes = _HEAD.unpack(self._file.read(_HEAD.size))
             chain = array("q")
             chain.frombytes(self._file.read(num_blocks * chain.itemsize))
-            offset += _HEAD.size + num_blocks * chain.itemsize
-            yield TraceRequest(now_s, input_tokens, output_tokens, chain.tolist())
+            offset += _HEAD.size + num_blocks * chain.itemsize + rest_bytes
+            namespace, hints = json.loads(self._file.read(rest_bytes)) if rest_bytes else ("", {})
+            yield TraceRequest(now_s, input_tokens, output_tokens, chain.tolist(), bytes.fromhex(namespace), hints)
+
+
+def _has_rest(request: TraceRequest) -> bool:
+    return bool(request.namespace or request.hints)

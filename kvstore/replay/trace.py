@@ -1,18 +1,29 @@
 """A trace: requests in order, each a chain of blocks and its lengths. Pure."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from kvstore.types import Request
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. ``chain`` has ceil(input_tokens / tokens_per_block) blocks, root first; the last may be partial."""
+    """One request. ``chain`` has its blocks, root first: whole ones, and perhaps the partial one at the end.
+
+    ``hints`` are for policies, as in ``Request``; ``session`` in them tells what goes together, where it is known.
+    """
 
     now_s: float
     input_tokens: int
     output_tokens: int
     chain: Sequence[int]
+    namespace: bytes = b""
+    hints: Mapping[str, object] = field(default_factory=dict)
+
+    def announced(self, number: int) -> Request:
+        """What an engine would tell a store of it."""
+        return Request(str(number), self.now_s, self.namespace, self.input_tokens, self.hints)
 
 
 class Requests(Protocol):
@@ -34,15 +45,17 @@ class Trace:
     requests: Requests
     num_unique_blocks: int
     num_referenced_blocks: int
+    note: str = ""
+    """What a reader of its numbers should know."""
 
     @classmethod
-    def of(cls, name: str, tokens_per_block: int, requests: Requests) -> "Trace":
+    def of(cls, name: str, tokens_per_block: int, requests: Requests, note: str = "") -> "Trace":
         """A trace whose blocks are counted here."""
         num_unique = num_referenced = 0
         for request in requests:
             num_unique = max(num_unique, 1 + max(request.chain, default=-1))
             num_referenced += len(request.chain)
-        return cls(name, tokens_per_block, requests, num_unique, num_referenced)
+        return cls(name, tokens_per_block, requests, num_unique, num_referenced, note)
 
     def hit_tokens(self, request: TraceRequest, num_hit_blocks: int) -> int:
         """Tokens of ``num_hit_blocks`` leading blocks."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.integration.test_cli import assert_error, kvstore
 
@@ -74,6 +75,30 @@ def test_a_packed_trace_is_read_and_half_of_one_is_not(path: Path) -> None:
     for broken in (content[:-9], b"nonsense", content[:20] + b"nonsense" + content[28:]):
         packed.write_bytes(broken)
         assert_error(kvstore("replay", str(packed)), str(packed), "cannot be read")
+
+
+CHATS = [
+    {"conversations": [{"from": "human", "value": "please " * 40}, {"from": "gpt", "value": "yes " * 9}]},
+    {"conversations": [{"from": "human", "value": "please " * 41}, {"from": "gpt", "value": "no " * 9}]},
+]
+
+
+def test_chats_say_how_tokens_were_counted(path: Path) -> None:
+    path.write_text(json.dumps(CHATS))
+    words = ("replay", str(path), "--policy", "infinite", "--capacity", "1", "--json")
+    estimated = kvstore(*words)
+    assert "estimated" in estimated.stderr
+    tokenizer = Tokenizer(models.WordLevel({"please": 0, "?": 1}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    file = path.with_name("tokenizer.json")
+    tokenizer.save(str(file))
+    exact = kvstore(*words, "--tokenizer", str(file))
+    assert "estimated" not in exact.stderr
+    assert "made up" in exact.stderr
+    rates = [json.loads(result.stdout)["token_hit_rate"] for result in (estimated, exact)]
+    assert rates == [pytest.approx(rate, abs=1e-6) for rate in (4 * 16 / (73 + 75), 2 * 16 / (43 + 44))]
+    file.write_text("{}")
+    assert_error(kvstore(*words, "--tokenizer", str(file)), str(file), "no tokenizer.json")
 
 
 def test_mistakes_are_one_line(path: Path) -> None:

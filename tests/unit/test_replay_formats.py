@@ -33,9 +33,21 @@ def test_mooncake_has_blocks_of_512_tokens_and_milliseconds() -> None:
 
 
 def test_bailian_has_blocks_of_16_tokens_and_seconds() -> None:
-    trace = read_trace("t", [line(1.5, 33, [5, 6, 7], chat_id=1, parent_chat_id=-1, type="text", turn=1)])
+    first, later = {"chat_id": 4, "parent_chat_id": -1}, {"chat_id": 9, "parent_chat_id": 4}
+    last = {"chat_id": 11, "parent_chat_id": 9}
+    trace = read_trace("t", [line(1.5, 33, [5, 6, 7], type="text", **more) for more in (first, later, last)])
     assert trace.tokens_per_block == 16
-    assert list(trace.requests) == [TraceRequest(1.5, 33, 7, [0, 1, 2])]
+    expected = TraceRequest(1.5, 33, 7, [0, 1, 2], hints={"session": 4, "kind": "text"})
+    assert list(trace.requests) == [expected] * 3
+
+
+def test_a_recording_knows_its_blocks_namespaces_and_hints() -> None:
+    more = {"tokens_per_block": 64, "namespace": "ab" * 16, "hints": {"session_end": True}}
+    trace = read_trace("t", [line(1500, 128, ["f0", "f1"], **more)])
+    assert trace.tokens_per_block == 64
+    assert list(trace.requests) == [TraceRequest(1.5, 128, 7, [0, 1], b"\xab" * 16, {"session_end": True})]
+    with pytest.raises(TraceError, match="line 2: blocks of 16 tokens among blocks of 64"):
+        read_trace("t", [line(0, 64, [1], **more), line(0, 64, [1], tokens_per_block=16)])
 
 
 def test_hashes_may_be_texts_and_leave_out_the_partial_block() -> None:
@@ -85,6 +97,8 @@ GOOD = line(0, 512, [1])
         line(0, 512, [1]).replace('"timestamp": 0', '"timestamp": null'),
         line(0, 512, [1]).replace('"timestamp": 0', '"timestamp": NaN'),
         GOOD[:-10],
+        line(0, 512, [1], namespace="xyz"),
+        line(0, 512, [1], hints=[1]),
     ],
 )
 def test_a_bad_line_is_named_and_the_others_are_read(bad: str) -> None:
@@ -108,6 +122,19 @@ def test_a_bad_line_of_a_compact_file_takes_its_followers_along(bad: str) -> Non
     assert chains(trace) == [[0, 1, 2], [0, 1, 2]]
 
 
+def test_lines_longer_than_memory_come_in_pieces_and_are_bad_but_counted() -> None:
+    reported: list[int] = []
+    trace = read_trace("t", [GOOD, GOOD[:40], GOOD[40:], GOOD], report=lambda number, _: reported.append(number))
+    assert reported == [2, 2]
+    assert len(trace.requests) == 2
+
+
+@pytest.mark.parametrize("head", ["TIMESTAMP,ContextTokens,GeneratedTokens", "Timestamp,Model,Request tokens,Log Type"])
+def test_lengths_alone_are_no_trace(head: str) -> None:
+    with pytest.raises(TraceError, match="lengths only"):
+        read_trace("t", [head, "2023-11-16 18:15:46.6805900,374,44"])
+
+
 def test_an_empty_file_is_no_trace() -> None:
     with pytest.raises(TraceError, match="t is empty"):
         read_trace("t", ["\n"])
@@ -115,7 +142,12 @@ def test_an_empty_file_is_no_trace() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**62), max_size=5), max_size=20), st.integers(0, 200))
 def test_a_spool_gives_back_what_it_took_again_and_again(chains: list[list[int]], memory_bytes: int) -> None:
-    requests = [TraceRequest(index / 3, index, 2 * index, chain) for index, chain in enumerate(chains)]
+    requests = [
+        TraceRequest(
+            index / 3, index, 2 * index, chain, bytes([index]) * (index % 2), {"n": index} if index % 3 else {}
+        )
+        for index, chain in enumerate(chains)
+    ]
     spool = RequestSpool(iter(requests), memory_bytes)
     assert len(spool) == len(requests)
     assert list(spool) == requests
