@@ -4,7 +4,7 @@
 
 One process answers cold, from HBM, and from RAM with HBM emptied. It ends; a fresh one answers from NVMe. Another fresh
 one with an empty directory, as on a new host, answers from Redis. Every answer is compared with that of a process
-without the store. Writes build/demo.json.
+without the store. In a second act two engines share a sidecar, which is killed in the end. Writes build/demo.json.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +26,10 @@ from connectors.torch_engine.config import EngineConfig
 from connectors.torch_engine.opening import open_engine
 from connectors.torch_engine.sampling import SamplingParams
 from connectors.torch_engine.tokenizer import ChatTokenizer
+from examples import second_act
+from kvstore.block_store import BlockStore
 from kvstore.config import Config
 from kvstore.opening import open_store
-from kvstore.store import Store
 from kvstore.testing.valkey import ValkeyServer
 
 ROOT = Path(__file__).parents[1]
@@ -56,8 +57,8 @@ class Answers:
 class Session:
     """An engine with or without a store."""
 
-    def __init__(self, model: Path | None, config: Config | None) -> None:
-        self.store: Store | None = open_store(config) if config else None
+    def __init__(self, model: Path | None, store: BlockStore | None) -> None:
+        self.store = store
         self.engine, tokenizer = open_engine(
             model, EngineConfig(num_pages=640, prefetch_timeout_s=30.0), store=self.store
         )
@@ -67,8 +68,8 @@ class Session:
         self.document = tokenizer.decode(document[:DOCUMENT_TOKENS])
         self.engine.generate([document[-WARM_UP_TOKENS:]], SamplingParams(max_tokens=2))
 
-    def converse(self) -> Answers:
-        """Ask every question in turn, each with all that was said before."""
+    def converse(self, between: Callable[[], None] = lambda: None) -> Answers:
+        """Ask every question in turn, each with all that was said before; ``between`` is called after each answer."""
         messages = [{"role": "system", "content": f"Answer questions about this document.\n\n{self.document}"}]
         tokens, tokens_from, ttfts, prompt_tokens, bytes_onboarded = [], [], [], 0, 0
         for question in QUESTIONS:
@@ -84,6 +85,7 @@ class Session:
             tokens.append(request.output)
             tokens_from.append(request.metrics.tokens_from_tier)
             messages.append({"role": "assistant", "content": self.tokenizer.decode(request.output)})
+            between()
         return Answers(ttfts[0], prompt_tokens, tokens_from, bytes_onboarded, tokens)
 
     def settle(self) -> None:
@@ -138,7 +140,7 @@ def stage_alone(model: Path | None) -> dict[str, Answers]:
 
 def stage_first(model: Path | None, config: Config) -> dict[str, Answers]:
     """Cold, then from HBM, then from RAM."""
-    session = Session(model, config)
+    session = Session(model, open_store(config))
     cold = session.converse()
     session.settle()
     hbm = session.converse()
@@ -151,14 +153,31 @@ def stage_first(model: Path | None, config: Config) -> dict[str, Answers]:
 
 def stage_fresh(model: Path | None, config: Config, tier: str) -> dict[str, Answers]:
     """A process that has computed nothing of it."""
-    session = Session(model, config)
+    session = Session(model, open_store(config))
     answers = session.converse()
     session.close()
     return {tier: answers}
 
 
+def stage_shared(model: Path | None, socket: Path, stage: str) -> dict[str, Answers]:
+    """An engine whose store is a sidecar, which is killed between two questions."""
+    session = Session(model, second_act.connected(socket))
+    asked = iter(QUESTIONS[1:])  # after the last answer there is nothing to go on with
+
+    def between() -> None:
+        session.settle()
+        if next(asked, None) is not None:
+            second_act.await_the_kill()
+
+    answers = session.converse(between)
+    session.close()
+    return {stage: answers}
+
+
 def run_stage(stage: str, model: Path | None, directory: Path, redis_url: str) -> dict[str, Answers]:
-    """The stage by name, in this process."""
+    """The stage by name, in this process; of the second act ``directory`` is the sidecar's socket."""
+    if stage in second_act.STAGES:
+        return stage_shared(model, directory, stage)
     if stage == "alone":
         return stage_alone(model)
     if stage == "first":
@@ -169,13 +188,24 @@ def run_stage(stage: str, model: Path | None, directory: Path, redis_url: str) -
 # ---- the whole
 
 
-def in_process(stage: str, model: Path | None, directory: Path, redis_url: str) -> dict[str, Answers]:
-    """Run a stage in a process of its own."""
-    output = directory.parent / f"{stage}.json"
+def command_of(stage: str, model: Path | None, directory: Path, redis_url: str, output: Path) -> list[str]:
+    """What runs a stage in a process of its own."""
     command = [sys.executable, "-m", "examples.demo", "--stage", stage, "--directory", str(directory)]
-    command += ["--redis", redis_url, "--output", str(output), *([] if model else ["--generated"])]
-    subprocess.run(command, cwd=ROOT, check=True)
+    return [*command, "--redis", redis_url, "--output", str(output), *([] if model else ["--generated"])]
+
+
+def answers_in(output: Path) -> dict[str, Answers]:
+    """What a stage wrote."""
     return {name: Answers(**fields) for name, fields in json.loads(output.read_text()).items()}
+
+
+def perform_second_act(model: Path | None, folder: Path) -> dict[str, Answers]:
+    """Engines that share a sidecar."""
+    second_act.perform(lambda stage, socket: command_of(stage, model, socket, "", folder / f"{stage}.json"))
+    found: dict[str, Answers] = {}
+    for stage in second_act.STAGES:
+        found |= answers_in(folder / f"{stage}.json")
+    return found
 
 
 def demonstrate(model: Path | None, console: Console) -> dict[str, Any]:
@@ -193,9 +223,15 @@ def demonstrate(model: Path | None, console: Console) -> dict[str, Any]:
             ("redis", elsewhere, "a fresh process on a new host: from Redis"),
         ):
             start_s = time.monotonic()
+            output = Path(name) / f"{stage}.json"
             with console.status(f"{says} ..."):
-                found |= in_process(stage, model, directory, server.url)
+                subprocess.run(command_of(stage, model, directory, server.url, output), cwd=ROOT, check=True)
+            found |= answers_in(output)
             console.print(f"{says}: {time.monotonic() - start_s:.0f} s")
+        start_s = time.monotonic()
+        with console.status("two engines share a sidecar, which is killed in the end ..."):
+            found |= perform_second_act(model, Path(name))
+        console.print(f"two engines share a sidecar, which is killed in the end: {time.monotonic() - start_s:.0f} s")
     alone = found["alone"]
     warm = {
         tier: {
@@ -205,6 +241,14 @@ def demonstrate(model: Path | None, console: Console) -> dict[str, Any]:
         }
         for tier in ("hbm", "memory", "file", "redis")
     }
+    shared = {
+        stage: {
+            "ttft_ms": round(found[stage].ttft_ms, 1),
+            "tokens_from_sidecar": [turn.get("memory", 0) for turn in found[stage].tokens_from],
+            "tokens_equal": found[stage].tokens == alone.tokens,
+        }
+        for stage in second_act.STAGES
+    }
     report(console, found)
     return {
         "model": model.name if model else "generated",
@@ -212,6 +256,7 @@ def demonstrate(model: Path | None, console: Console) -> dict[str, Any]:
         "cold_ttft_ms": round(found["cold"].ttft_ms, 1),
         "cold_tokens_equal": found["cold"].tokens == alone.tokens,
         "warm": warm,
+        "shared": shared,
     }
 
 
@@ -222,6 +267,8 @@ ROWS = (
     ("memory", "RAM"),
     ("file", "NVMe, after a restart"),
     ("redis", "Redis, on a new host"),
+    ("sidecar-first", "sidecar, cold; killed then"),
+    ("sidecar-second", "sidecar, from the first"),
 )
 
 
@@ -268,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = demonstrate(model, console)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"written to {options.output}")
-    if not result["cold_tokens_equal"] or not all(row["tokens_equal"] for row in result["warm"].values()):
+    rows = [*result["warm"].values(), *result["shared"].values()]
+    if not result["cold_tokens_equal"] or not all(row["tokens_equal"] for row in rows):
         sys.exit("the tokens differ from those of a run without the store")
 
 

@@ -21,3 +21,8 @@ def test_every_tier_serves_the_tokens_of_a_run_without_the_store(tmp_path: Path)
     for row in result["warm"].values():
         assert row["tokens_equal"]
         assert row["tokens_from_tier"] == (result["prompt_tokens"] - 1) // 16 * 16
+    assert all(row["tokens_equal"] for row in result["shared"].values())
+    served = {stage: row["tokens_from_sidecar"] for stage, row in result["shared"].items()}
+    whole = (result["prompt_tokens"] - 1) // 16 * 16
+    assert served["sidecar-first"][0] == 0
+    assert served["sidecar-second"][0] == whole  # what the other engine computed
