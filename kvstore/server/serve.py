@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -84,8 +85,19 @@ async def _serve_until_told(store: Store, config: Config, tenants: Tenants) -> N
         loop.add_signal_handler(number, told.set)
     async with serving(store, config, tenants):
         _log.info("ready: %s", config.server.socket)
+        _notify_systemd("READY=1")
         await told.wait()
         _log.info("told to stop: letting copies end")
+        _notify_systemd("STOPPING=1")
+
+
+def _notify_systemd(state: str) -> None:
+    """As sd_notify does; nothing, where systemd did not start us."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, contextlib.suppress(OSError):
+        notify.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 @asynccontextmanager
@@ -116,8 +128,8 @@ async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterat
         handshake.start()
         await _listen(local, path)
         await _listen(admin, admin_socket(path))
-        for socket in (arena_socket(path), path):
-            _let_in(socket, config.server.socket_mode, config.server.socket_group)
+        for door in (arena_socket(path), path):
+            _let_in(door, config.server.socket_mode, config.server.socket_group)
         _let_in(admin_socket(path), 0o600, "")
         if config.server.listen:
             await _listen_to_others(remote, config.server)
