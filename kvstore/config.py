@@ -97,6 +97,14 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordConfig:
+    """Where to write what requests ask for, for ``kvstore replay``: hashes and lengths, never tokens."""
+
+    directory: Path
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One thing that a person can set. ``parse`` takes what the file or the environment says, or raises ValueError."""
 
@@ -214,6 +222,8 @@ SETTINGS = (
     Setting("redis.tls_ca_file", _text, "", '"/etc/ssl/kv/ca.pem"', "who signs the server's certificate"),
     Setting("redis.tls_cert_file", _text, "", '"/etc/ssl/kv/cert.pem"', "our certificate, where the server asks"),
     Setting("redis.tls_key_file", _text, "", '"/etc/ssl/kv/key.pem"', "the key of our certificate"),
+    Setting("record.directory", _path, None, '"/var/log/kvstore"', "write what requests ask for, to replay it"),
+    Setting("record.capacity", _size, "1GiB", '"1GiB"', "where a recording ends, until the next start"),
     Setting(
         "server.socket",
         _path,
@@ -252,6 +262,7 @@ class Config:
     max_age_s: int = 0
     """For namespaces that set none of their own; 0: no limit."""
     prefetch_deadline_ms: int = 1000
+    record: RecordConfig | None = None
     server: ServerConfig = field(default_factory=lambda: ServerConfig(machine.default_socket()))
 
     @classmethod
@@ -275,6 +286,7 @@ class Config:
             policy=values["policy"],
             max_age_s=values["max_age"],
             prefetch_deadline_ms=values["prefetch_deadline"],
+            record=_record(values, given),
             server=_server(values),
         )
 
@@ -426,6 +438,13 @@ def _redis(values: Mapping[str, Any], given: Mapping[str, Given]) -> RedisConfig
         tls_cert_file=values["redis.tls_cert_file"],
         tls_key_file=values["redis.tls_key_file"],
     )
+
+
+def _record(values: Mapping[str, Any], given: Mapping[str, Given]) -> RecordConfig | None:
+    if values["record.directory"] is None:
+        _refuse_orphans("record.directory", given)
+        return None
+    return RecordConfig(values["record.directory"], values["record.capacity"])
 
 
 def _refuse_orphans(switch: str, given: Mapping[str, Given]) -> None:

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 from kvstore.config import Config, FileConfig, RedisConfig
+from kvstore.recording import Recording
 from kvstore.store import Store
 from kvstore.tiers.domains import Arenas, DomainMemoryTier
 from kvstore.tiers.file import FileTier
@@ -28,7 +29,9 @@ def open_store(config: Config, *, num_domains: int = 0) -> Store:
         if config.memory.capacity_bytes:
             memory = _memory_tier(config.memory.capacity_bytes, num_domains)
             undo.callback(memory.close)
-        store = Store(memory=memory, file=file, shared=shared, config=config)
+        record = config.record
+        recording = None if record is None else Recording(record.directory, record.capacity_bytes)
+        store = Store(memory=memory, file=file, shared=shared, config=config, recording=recording)
         undo.pop_all()
     return store
 

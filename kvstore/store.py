@@ -22,6 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.policy import POLICIES
 from kvstore.pool import SlotState
 from kvstore.promotion import Prefetch, Promotions
+from kvstore.recording import Recording
 from kvstore.shared_level import SharedLevel, SharedTier
 from kvstore.slot_level import PolicyFactory, Quota, SlotLevel
 from kvstore.stats import Stats
@@ -44,6 +45,7 @@ class Store:
         file: SlotTier | None = None,
         shared: SharedTier | None = None,
         config: Config,
+        recording: Recording | None = None,
         executor: Callable[[str, int], Executor] = ThreadExecutor,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -53,6 +55,7 @@ class Store:
             raise ConfigError("no tier is configured: set memory.capacity, file.directories or redis.url")
         self.stats = Stats()
         self._config = config
+        self._recording = recording
         self._clock = clock
         self._wall = wall
         self._mover = Mover(clock)
@@ -117,6 +120,8 @@ class Store:
         self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
         if ns is None:
             return 0
+        if self._recording is not None:
+            self._recording.arrive(request, chain, ns.layout.tokens_per_block)
         keep = len(chain)
         for level in self._slot_levels():
             worth = level.pool(ns.fingerprint).arrive(request, chain)
@@ -131,6 +136,8 @@ class Store:
         if ns is not None:
             for level in self._slot_levels():
                 level.pool(ns.fingerprint).finish(request, output_tokens)
+        if self._recording is not None:
+            self._recording.finish(request, output_tokens)
 
     def lookup(self, chain: Sequence[BlockKey]) -> Lookup:
         """How much of ``chain`` is here. Reads tables only."""
@@ -339,6 +346,8 @@ class Store:
         self._mover.close()
         for lane in self._mover.lanes:
             lane.tier.close()
+        if self._recording is not None:
+            self._recording.close()
 
     # ---- questions
 
@@ -348,6 +357,8 @@ class Store:
 
     def snapshot(self) -> Mapping[str, Mapping[tuple[str, ...], float]]:
         """Counters, and gauges of this moment, by metric and labels."""
+        if self._recording is not None:
+            self.stats.set("kvstore_unrecorded_requests_total", self._recording.num_left_out)
         for level in self._slot_levels():
             pools = [pool for _, pool in level.pools()]
             self.stats.set("kvstore_evicted_blocks_total", sum(pool.num_evicted for pool in pools), level.name)

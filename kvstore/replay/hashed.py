@@ -6,16 +6,20 @@
   ``parent_chat_id``, ``type`` and ``turn``.
 """
 
+import heapq
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.replay.trace import BlockNumbers, TraceRequest
 
 MOONCAKE_TOKENS_PER_BLOCK = 512
 BAILIAN_TOKENS_PER_BLOCK = 16
+
+WINDOW = 4096
+"""A recording's lines are in the order in which requests ended; none is further from its place than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,33 @@ def dialect_of(first_line: str) -> Dialect:
 def read_hashed(
     lines: Iterable[tuple[int, str]], dialect: Dialect, report: Callable[[int, str], None]
 ) -> Iterator[TraceRequest]:
-    """The requests in numbered ``lines``; one that is not a request is reported."""
+    """The requests in numbered ``lines`` by their ``index`` if they have one; what is no request is reported."""
     numbers = BlockNumbers()
+    for _, _, hashes, request in _in_order(_parsed(lines, dialect, report)):
+        yield replace(request, chain=numbers.chain(hashes))
+
+
+_Parsed = tuple[int, int, list[int | str], TraceRequest]
+"""Place in the order, place in the file, hashes, and the request but for its chain."""
+
+
+def _in_order(parsed: Iterable[_Parsed]) -> Iterator[_Parsed]:
+    early: list[_Parsed] = []
+    next_index = 0
+    for entry in parsed:
+        heapq.heappush(early, entry)
+        while early and (early[0][0] <= next_index or len(early) > WINDOW):
+            next_index = max(next_index, early[0][0] + 1)
+            yield heapq.heappop(early)
+    while early:
+        yield heapq.heappop(early)
+
+
+def _parsed(
+    lines: Iterable[tuple[int, str]], dialect: Dialect, report: Callable[[int, str], None]
+) -> Iterator[_Parsed]:
     chats = _Chats()
-    for number, line in lines:
+    for place, (number, line) in enumerate(lines):
         try:
             record = json.loads(line)
             now_s = _time(record["timestamp"]) * dialect.second
@@ -57,11 +84,12 @@ def read_hashed(
             _require_size(record.get("tokens_per_block", dialect.tokens_per_block), dialect.tokens_per_block)
             namespace = bytes.fromhex(record.get("namespace", ""))
             hints = _hints(record, chats)
+            index = _count(record.get("index", place))
         except (KeyError, TypeError, ValueError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else str(error)
             report(number, f"{why}: not a request: {line.strip()[:80]}")
             continue
-        yield TraceRequest(now_s, input_tokens, output_tokens, numbers.chain(hashes), namespace, hints)
+        yield index, place, hashes, TraceRequest(now_s, input_tokens, output_tokens, (), namespace, hints)
 
 
 class _Chats:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 MAX_OBJECT_CHARS = 64 << 20
+READ_CHARS = 1 << 16
 
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _SLACK_CHARS = 12
@@ -20,8 +21,11 @@ class JsonStreamError(ValueError):
         self.line = line
 
 
-def read_objects(pieces: Iterable[str]) -> Iterator[tuple[int, Any]]:
-    """(number of the line it begins on, value) of each. ``pieces`` may be cut anywhere. Raises ``JsonStreamError``."""
+def read_objects(pieces: Iterable[str], read_chars: int = READ_CHARS) -> Iterator[tuple[int, Any]]:
+    """(number of the line it begins on, value) of each. ``pieces`` may be cut anywhere. Raises ``JsonStreamError``.
+
+    At least ``read_chars`` are taken from them at a time.
+    """
     decoder = json.JSONDecoder(strict=False)
     source = iter(pieces)
     text, start, line, at_end = "", 0, 1, False
@@ -44,7 +48,7 @@ def read_objects(pieces: Iterable[str]) -> Iterator[tuple[int, Any]]:
         elif at_end:
             return
         # Reading as much as is there already keeps the work in proportion when an object is long.
-        more = _take(source, max(1 << 16, len(text) - start))
+        more = _take(source, max(read_chars, len(text) - start))
         at_end = not more
         text, start = text[start:] + more, 0
 

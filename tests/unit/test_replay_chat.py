@@ -1,6 +1,8 @@
 """Chats as traces: what is a request, what it shares with others, and how far a broken file is read."""
 
+import itertools
 import json
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -130,7 +132,7 @@ def test_objects_are_read_wherever_the_text_is_cut(
     if not as_array:
         text = "\n".join(json.dumps(value, indent=indent) for value in expected)
     pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    found = list(read_objects(pieces))
+    found = list(read_objects(pieces, read_chars=1))
     assert [value for _, value in found] == expected
     for line, value in found:
         rest = "\n".join(text.split("\n")[line - 1 :])
@@ -138,22 +140,25 @@ def test_objects_are_read_wherever_the_text_is_cut(
 
 
 def test_of_many_objects_only_one_is_held() -> None:
-    num_taken = 0
-
-    def endless() -> Iterator[str]:
-        nonlocal num_taken
-        while True:
-            num_taken += 1
+    def many() -> Iterator[str]:
+        for _ in range(20_000):
             yield '{"a": "' + "x" * 1000 + '"},\n'
 
-    stream = read_objects(endless())
-    for line in range(1, 301):
-        number, _ = next(stream)
-        assert number == line
-    assert num_taken < 500
+    tracemalloc.start()
+    try:
+        for line, (number, _) in enumerate(read_objects(many()), start=1):
+            assert number == line
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert line == 20_000
 
 
 def test_what_is_no_json_stops_at_once() -> None:
+    def endless() -> Iterator[str]:
+        yield '{"a": 1}\n{"b": oops, '
+        yield from itertools.repeat(" " * 1000)
+
     with pytest.raises(JsonStreamError) as caught:
-        list(read_objects(['{"a": 1}\n{"b": oops, ' + " " * 100]))
+        list(read_objects(endless()))
     assert caught.value.line == 2

@@ -115,11 +115,18 @@ def test_a_bad_line_is_named_and_the_others_are_read(bad: str) -> None:
     "bad", ["", "0,30", "0,30,5,-1,x", "0,-1,5,-1,0", "0,30,5,9,0", "0,30,5,0,9", "0,10,5,0,2", "0,30,5,-1,1"]
 )
 def test_a_bad_line_of_a_compact_file_takes_its_followers_along(bad: str) -> None:
-    lines = ["# t block=10 columns: \n", "0,30,5,-1,0\n", f"{bad or 'x'}\n", "0,30,5,1,0\n", "0,30,5,0,3\n"]
+    lines = [
+        "# t block=10 columns: \n",
+        "0,30,5,-1,0\n",
+        f"{bad or 'x'}\n",
+        "0,30,5,1,0\n",
+        "0,30,5,0,3\n",
+        "0,9,5,3,1\n",
+    ]
     reported: list[int] = []
     trace = read_trace("t", lines, report=lambda number, _: reported.append(number))
     assert reported == [3, 4]
-    assert chains(trace) == [[0, 1, 2], [0, 1, 2]]
+    assert chains(trace) == [[0, 1, 2], [0, 1, 2], [0]]
 
 
 def test_lines_longer_than_memory_come_in_pieces_and_are_bad_but_counted() -> None:
