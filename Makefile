@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test mutants demo bench-tiers bench-sidecar protos lock
+.PHONY: help setup check test mutants soak demo bench-tiers bench-sidecar protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +36,9 @@ test: setup ## Every test; make test ARGS="tests/unit -x" for some
 
 mutants: setup ## Plant faults in a copy of the product, one at a time, and see the suite kill each
 	$(BIN)/python -m tests.mutants
+
+soak: setup ## Ten minutes of clients that die and return, against a host full of faults
+	$(BIN)/python -m tests.soak $(ARGS)
 
 demo: setup ## The main job: a real model answers from every tier, in the end as a table and build/demo.json
 	$(BIN)/python -m examples.demo $(ARGS)

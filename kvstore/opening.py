@@ -24,7 +24,7 @@ def open_store(config: Config, *, num_domains: int = 0) -> Store:
             file = open_file_tier(config.file)
             undo.callback(file.close)
         if config.redis is not None:
-            shared = _redis_tier(config.redis)
+            shared = open_redis_tier(config.redis)
             undo.callback(shared.close)
         if config.memory.capacity_bytes:
             memory = _memory_tier(config.memory.capacity_bytes, num_domains)
@@ -45,7 +45,8 @@ def _memory_tier(capacity_bytes: int, num_domains: int) -> MemoryTier:
     return DomainMemoryTier(Arenas(capacity_bytes, num_domains)) if num_domains else MemoryTier(Arena(capacity_bytes))
 
 
-def _redis_tier(config: RedisConfig) -> RedisTier:
+def open_redis_tier(config: RedisConfig) -> RedisTier:
+    """The Redis tier alone. Raises ``ConfigError`` where its TLS files cannot be used."""
     return RedisTier(
         config.url,
         ttl_s=config.ttl_s,

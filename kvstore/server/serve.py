@@ -73,12 +73,13 @@ def run(config: Config) -> None:
         tenants = Tenants.of(config.server)
         store = open_store(config, num_domains=len(tenants))
         try:
-            asyncio.run(_serve_until_told(store, config, tenants))
+            asyncio.run(serve_until_told(store, config, tenants))
         finally:
             store.close()
 
 
-async def _serve_until_told(store: Store, config: Config, tenants: Tenants) -> None:
+async def serve_until_told(store: Store, config: Config, tenants: Tenants) -> None:
+    """Serve an open store, on whose owner thread this is, until SIGTERM or SIGINT."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,9 @@ PATIENCE_S = 20.0
 class Sidecar:
     """``kvstore serve``, as a context manager. Settings are as in the environment: ``MEMORY_CAPACITY="1GiB"``."""
 
-    def __init__(self, **settings: str) -> None:
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "kvstore", "serve"), **settings: str) -> None:
+        """``command`` starts it; another one than the product's may have faults."""
+        self._command = command
         self._directory = TemporaryDirectory(prefix="kv-")
         self.socket = Path(self._directory.name) / "kv.sock"
         self.log = Path(self._directory.name) / "log"
@@ -83,7 +85,7 @@ class Sidecar:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
         environ |= {f"KVSTORE_{name}": value for name, value in self._settings.items()}
         with self.log.open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "kvstore", "serve"], env=environ, stdout=log, stderr=log)
+            return subprocess.Popen(self._command, env=environ, stdout=log, stderr=log)
 
 
 def eventually(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

@@ -1,0 +1,1 @@
+"""Clients that store, load, abort, die and return, against a host full of faults; every byte read is checked."""
