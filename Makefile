@@ -35,7 +35,7 @@ test: setup ## Every test; make test ARGS="tests/unit -x" for some
 	$(BIN)/python -m pytest $(ARGS)
 
 mutants: setup ## Plant faults in a copy of the product, one at a time, and see the suite kill each
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: setup ## Ten minutes of clients that die and return, against a host full of faults
 	$(BIN)/python -m tests.soak $(ARGS)

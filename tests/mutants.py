@@ -1,4 +1,7 @@
-"""Faults planted in a copy of the product, one at a time: the suite must kill every one of them. ``make mutants``."""
+"""Faults planted in a copy of the product, one at a time: the suite must kill every one of them. ``make mutants``.
+
+make mutants ARGS=server    only those in files with that in their path
+"""
 
 import shutil
 import subprocess
@@ -9,6 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NOUNS = ("pool", "mover", "store", "promotion", "copydown", "lending")
+CLIENTS = "tests/fault/test_sidecar_clients.py"
+RANKS = "tests/fault/test_sidecar_ranks.py"
+TENANTS = "tests/integration/test_sidecar_tenants.py"
 SUITE = (*(f"tests/unit/test_{noun}.py" for noun in NOUNS), "tests/stateful")
 
 
@@ -176,6 +182,125 @@ MUTANTS = (
         "if False:",
         ("tests/unit/test_header.py",),
     ),
+    Mutant(
+        "slots of a lost client are handed out at once",
+        "kvstore/server/session.py",
+        "self.host.store.quarantine(write)\n            self.client.quarantined.append(",
+        "self.host.store.abort(write)\n            list[Quarantined]().append(",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "pins outlive their session",
+        "kvstore/server/session.py",
+        "for read in self.reads.values():\n            self.host.store.release(read)",
+        "pass",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "a silent client keeps everything",
+        "kvstore/server/clients.py",
+        "if session.idle_ticks > LEASE_TICKS:",
+        "if False:",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "a reader's lease never ends",
+        "kvstore/client/session.py",
+        "return not self.is_over and time.monotonic() < self.held_until_s",
+        "return True",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "a reader believes in a pong that nobody has seen",
+        "kvstore/client/session.py",
+        "sent_s = self._pongs_s.get(ping.last_pong)",
+        "sent_s = now_s",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "a client takes back its slots before it has stopped writing",
+        "kvstore/client/store_client.py",
+        "if newcomer is not None and all(",
+        "if newcomer is not None or all(",
+        (CLIENTS,),
+    ),
+    Mutant(
+        "a commit takes the slots of one that failed",
+        "kvstore/server/session.py",
+        "if lease.num_named != commit.num_named:",
+        "if False:",
+        ("tests/unit/test_server_session.py",),
+    ),
+    Mutant(
+        "what was pinned too late stays pinned",
+        "kvstore/client/store_client.py",
+        "session.tell(api.SessionRequest(end_leases=api.EndLeases(leases=[call])))  # in case it is only late",
+        "pass",
+        ("tests/integration/test_sidecar.py",),
+    ),
+    Mutant(
+        "any token will do",
+        "kvstore/server/tenants.py",
+        "if hmac.compare_digest(tenant.token_digest, digest):",
+        "if True:",
+        (TENANTS,),
+    ),
+    Mutant(
+        "tenants share their keys",
+        "kvstore/server/tenants.py",
+        "        if self.name:\n",
+        "        if False:\n",
+        (TENANTS,),
+    ),
+    Mutant(
+        "tenants share their memory",
+        "kvstore/server/handshake.py",
+        "self._arenas.domains[tenant.domain].fd",
+        "self._arenas.domains[0].fd",
+        (TENANTS,),
+    ),
+    Mutant(
+        "an extent takes its bytes along",
+        "kvstore/tiers/domains.py",
+        "if move.origin is not None and move.origin != move.to:",
+        "if False:",
+        ("tests/contract/test_memory_tier.py",),
+    ),
+    Mutant(
+        "quotas bind nobody",
+        "kvstore/slot_level.py",
+        "return max(0, min(num_blocks, room_bytes() // share.slot_bytes))",
+        "return num_blocks",
+        (TENANTS,),
+    ),
+    Mutant(
+        "a block is READY when one rank has come",
+        "kvstore/server/ranks.py",
+        "len(gathering.arrived) == gathering.num_ranks",
+        "len(gathering.arrived) > 0",
+        (RANKS,),
+    ),
+    Mutant(
+        "a block's slot is free although a rank still writes to it",
+        "kvstore/server/ranks.py",
+        "        if not gathering.writers:\n            self._store.reclaim(gathering.lease)\n\n    def _leave",
+        "        self._store.reclaim(gathering.lease)\n        gathering.writers.clear()\n\n    def _leave",
+        (RANKS,),
+    ),
+    Mutant(
+        "ranks are told different things",
+        "kvstore/server/ranks.py",
+        "lease = self._store.pin(joint.lease.keys)",
+        "lease = self._store.pin(chain)",
+        (RANKS,),
+    ),
+    Mutant(
+        "a block from another host is not verified",
+        "kvstore/server/remote.py",
+        "if checksum(view) != wanted:",
+        "if False:",
+        ("tests/integration/test_sidecar_remote.py",),
+    ),
 )
 
 
@@ -195,17 +320,18 @@ def survives(mutant: Mutant, folder: Path) -> bool:
 
 
 def main() -> None:
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.path for word in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("kvstore", "gpu_io", "connectors", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         survivors = []
-        for mutant in MUTANTS:
+        for mutant in chosen:
             survived = survives(mutant, folder)
             print(f"{'SURVIVED' if survived else 'killed':9} {mutant.name}", flush=True)  # noqa: T201 - a script's report
             survivors += [mutant.name] if survived else []
-    sys.exit(f"{len(survivors)} of {len(MUTANTS)} mutants survived" if survivors else 0)
+    sys.exit(f"{len(survivors)} of {len(chosen)} mutants survived" if survivors else 0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The sidecar as a process: who may use it, what it says of itself, how it ends, and clients that find it gone."""
 
+import random
 import signal
 import socket
 import stat
@@ -90,6 +91,23 @@ def test_whatever_is_said_at_the_arenas_door_the_sidecar_lives(served: Sidecar, 
             assert (answer, fds) == (b"", [])
     with closing(served.client()) as client:
         assert client.wait_connected(10.0)
+
+
+def test_whatever_is_sent_to_its_services_the_sidecar_lives(served: Sidecar) -> None:
+    noise = random.Random(0)
+    for path in (served.socket, admin_socket(served.socket)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(path))
+            stranger.sendall(noise.randbytes(5000))
+    with grpc.insecure_channel(f"unix:{served.socket}") as channel:
+        session: Any = channel.stream_stream("/kvstore.api.v1.KVStore/Session")
+        for size in (0, 1, 50, 5000, 9 << 20):
+            with pytest.raises(grpc.RpcError):
+                list(session(iter([noise.randbytes(size)]), timeout=10))
+    with closing(served.client()) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        put(client, ns, chain_of(ns, 2, 77))
+        assert get(client, chain_of(ns, 2, 77)) == 2
 
 
 def test_it_takes_a_token() -> None:
