@@ -19,6 +19,8 @@ class Scale:
     restart_blocks: int
     processes: int
     """How often a process is started to see how long that takes."""
+    clients: int
+    """How many processes use a sidecar at once."""
 
 
 FULL = Scale(
@@ -31,6 +33,7 @@ FULL = Scale(
     indexed_blocks=100_000,
     restart_blocks=100_000,
     processes=5,
+    clients=4,
 )
 QUICK = Scale(
     repeats=1,
@@ -42,5 +45,6 @@ QUICK = Scale(
     indexed_blocks=500,
     restart_blocks=200,
     processes=1,
+    clients=1,
 )
 """For a test that the benchmark runs at all; its numbers say nothing."""

@@ -30,7 +30,6 @@ from kvstore.testing.sidecar import Sidecar
 from kvstore.types import BlockKey
 
 RATIO = 0.8
-NUM_CLIENTS = 4
 SHORT_BLOCKS = 256
 """4K tokens."""
 BLOCK_BYTES = 4096
@@ -134,7 +133,8 @@ def _throughput(served: Sidecar, scale: Scale) -> Cost:
     count = LOOKUPS_PER_REPEAT * scale.repeats
     command = [sys.executable, "-m", "bench.sidecar_client", str(served.socket), str(count)]
     clients = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) for _ in range(NUM_CLIENTS)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        for _ in range(scale.clients)
     ]
     for client in clients:
         assert client.stdout is not None
@@ -146,14 +146,14 @@ def _throughput(served: Sidecar, scale: Scale) -> Cost:
         client.stdin.flush()
     for client in clients:
         client.communicate()
-    per_s = NUM_CLIENTS * count / (time.perf_counter() - began_s)
+    per_s = scale.clients * count / (time.perf_counter() - began_s)
     return Cost(
-        f"{NUM_CLIENTS} clients that look up {SHORT_BLOCKS} blocks each, time per lookup in all",
+        f"{scale.clients} clients that look up {SHORT_BLOCKS} blocks each, time per lookup in all",
         1000 / per_s,
         "ms",
         1.0,
         None,
-        NUM_CLIENTS * count,
+        scale.clients * count,
     )
 
 

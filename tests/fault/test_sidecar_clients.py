@@ -110,9 +110,9 @@ def test_a_sidecar_that_was_stopped_itself_expires_nobody(served: Sidecar) -> No
         engine.do("pin", 1, 4)
         expired = served.metric("kvstore_expired_sessions_total")
         served.send(signal.SIGSTOP)
-        time.sleep(2 * LEASE_S)
+        time.sleep(1.5 * LEASE_S)
         served.send(signal.SIGCONT)
-        time.sleep(2 * LEASE_S)
+        time.sleep(LEASE_S)
         assert served.metric("kvstore_expired_sessions_total") == expired
         assert served.metric("kvstore_pinned_blocks", "memory") == 4
         assert engine.do("read_pinned")["right"]

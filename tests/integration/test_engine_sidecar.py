@@ -78,27 +78,3 @@ def test_an_engine_goes_on_when_the_sidecar_is_gone(alone: list[int], number: si
         engine.cache.pool.evict(engine.cache.num_pages)
         assert answer(engine)[0] == alone
         served.kill()
-
-
-def test_an_engine_finds_a_restarted_sidecar(alone: list[int]) -> None:
-    with Sidecar(MEMORY_CAPACITY="16MiB") as served, engine_of(served) as (engine, client):
-        served.restart()
-        eventually(lambda: client.lookup([]) is not None and client.wait_connected(0.1))
-        eventually(lambda: bool(served.stats().clients))
-        assert answer(engine)[0] == alone
-        settle(engine)
-        with engine_of(served) as (other, _):
-            assert answer(other) == (alone, {"memory": NUM_SERVED})
-
-
-def test_many_prompts_over_a_small_sidecar() -> None:
-    """More than it can hold, so that everything is evicted, refused and stored again."""
-    prompts = [prompt_of(60 + 16 * (number % 3), number % 4) for number in range(4)]
-    expected = open_engine(None, ENGINE)[0].generate(prompts, ANSWER)
-    with Sidecar(MEMORY_CAPACITY="128KiB") as served, engine_of(served) as (engine, _):
-        for _ in range(2):
-            assert engine.generate(prompts, ANSWER) == expected
-            engine.cache.pool.evict(engine.cache.num_pages)
-        settle(engine)
-        with served.admin() as admin:
-            assert admin.check() == ""

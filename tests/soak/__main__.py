@@ -161,7 +161,7 @@ def soak(seconds: float, seed: int, directory: Path) -> Mapping[str, int]:
 def warmed_up(served: Sidecar, seed: int) -> Footprint:
     """Of the host when it has opened whatever it keeps."""
     crowd = Crowd(served.socket, seed + 1)
-    time.sleep(2.0)
+    time.sleep(1.0)
     crowd.end()
     eventually(lambda: not served.stats().clients)
     return Footprint.of(served.process.pid)

@@ -41,7 +41,7 @@ class Asker:
         self.ask(open_namespace=OPEN)
 
     def ask(self, **what: object) -> api.SessionReply:
-        reply = self.session.handle(api.SessionRequest(call=next(self.calls), **what))  # type: ignore[arg-type]  # a field
+        reply = self.session.handle(api.SessionRequest(call=next(self.calls), **what))  # type: ignore[arg-type]  # a field of it
         assert reply is not None
         return reply
 
