@@ -11,6 +11,7 @@ from typing import IO
 from kvstore.errors import ConfigError
 from kvstore.replay import chat
 from kvstore.replay.formats import TraceError, read_trace
+from kvstore.replay.hardware import HARDWARE, Hardware, parse_hardware
 from kvstore.replay.spool import RequestSpool
 from kvstore.replay.trace import Trace
 
@@ -44,6 +45,19 @@ def load(path: Path, block_tokens: int | None, tokenizer: Path | None, *, skip_b
     if trace.note:
         print(f"{path}: {trace.note}", file=sys.stderr)
     return trace
+
+
+def find_hardware(name: str) -> Hardware:
+    """The profile of that name, or in the TOML file of that path. Raises ``ConfigError``."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no hardware {name!r}: give a TOML file or one of {', '.join(HARDWARE)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is no hardware profile: {error}") from error
+    return parse_hardware(Path(name).stem, text)
 
 
 def _encoder(path: Path) -> chat.Encode:

@@ -26,6 +26,15 @@ def run_of(policy: str, default: str) -> Run:
     return runs[name]
 
 
+def policy_of(policy: str, default: str) -> Callable[[], Policy[Any]]:
+    """What evicts in tiers under ``policy``. Raises ``ConfigError`` for one that knows blocks only."""
+    factories = POLICIES | CHAIN_POLICIES
+    name = default if policy == "default" else policy
+    if name not in factories:
+        raise ConfigError(f"{policy!r} cannot evict in tiers: choose among default, {', '.join(factories)}")
+    return factories[name]
+
+
 def all_runs() -> dict[str, Run]:
     """By name: the bounds, the store's own, the published ones."""
     chains = {name: _by_chain(factory) for name, factory in (POLICIES | CHAIN_POLICIES).items()}

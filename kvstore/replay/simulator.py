@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.policy.base import Policy
 from kvstore.replay.baselines.base import BlockCache
-from kvstore.replay.prefill import prefill_cost
+from kvstore.replay.prefill import ATTENTION_TOKENS, prefill_cost
 from kvstore.replay.trace import Trace, TraceRequest
 from kvstore.types import Request
 
@@ -46,8 +46,9 @@ class Result:
 class Tally:
     """Adds up a replay."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, attention_tokens: float = ATTENTION_TOKENS) -> None:
         self._trace = trace
+        self._attention_tokens = attention_tokens
         self._hit_tokens = self._input_tokens = 0
         self._hit_cost = self._input_cost = 0.0
         self._referenced = 0
@@ -55,11 +56,14 @@ class Tally:
 
     def count(self, request: TraceRequest, num_hit_blocks: int, num_written_blocks: int) -> None:
         """A request found so many leading blocks, and so many became resident for it."""
-        hit_tokens = self._trace.hit_tokens(request, num_hit_blocks)
+        self.count_tokens(request, self._trace.hit_tokens(request, num_hit_blocks), num_written_blocks)
+
+    def count_tokens(self, request: TraceRequest, hit_tokens: int, num_written_blocks: int) -> None:
+        """The same, in tokens."""
         self._hit_tokens += hit_tokens
         self._input_tokens += request.input_tokens
-        self._hit_cost += prefill_cost(hit_tokens)
-        self._input_cost += prefill_cost(request.input_tokens)
+        self._hit_cost += prefill_cost(hit_tokens, self._attention_tokens)
+        self._input_cost += prefill_cost(request.input_tokens, self._attention_tokens)
         self._referenced += len(request.chain)
         self._written += num_written_blocks
 
@@ -84,8 +88,6 @@ class Cache:
         self._parent: dict[int, int | None] = {}
         self._num_children: dict[int, int] = {}
         self._in_use: set[int] = set()
-        self.evicted: list[int] = []
-        """Victims in order, for comparison with a store."""
         policy.resize(capacity_blocks)
 
     def hit_blocks(self, chain: Sequence[int]) -> int:
@@ -127,7 +129,6 @@ class Cache:
         if parent is not None:
             self._num_children[parent] -= 1
         self._policy.remove(victim)
-        self.evicted.append(victim)
         return True
 
     def _may_leave(self, block: int) -> bool:

@@ -116,7 +116,6 @@ class PolicyContract:
             for number in range(first, first + num_requests):
                 chain = list(range(8 * number, 8 * number + 8))
                 policy_cache.serve(Request(str(number), float(number), b"", 128), chain, 10)
-                policy_cache.evicted.clear()
             gc.collect()
             return tracemalloc.get_traced_memory()[0]
 

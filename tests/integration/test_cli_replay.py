@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
+from kvstore.__main__ import app
+from kvstore.errors import ConfigError
 from tests.integration.test_cli import assert_error, kvstore
 
 AGENTS = Path(__file__).parents[2] / "bench" / "traces" / "lmcache_agent.csv.gz"
@@ -47,7 +50,7 @@ def test_a_table_for_people(path: Path) -> None:
     result = kvstore("replay", str(path), "--capacity", "2", "--policy", "default,infinite")
     assert result.returncode == 0, result.stderr
     assert "default" in result.stdout
-    assert "75.00 %" in result.stdout
+    assert "75.00%" in result.stdout
 
 
 def test_bad_lines_are_named_and_refused_unless_told_otherwise(path: Path) -> None:
@@ -101,7 +104,52 @@ def test_chats_say_how_tokens_were_counted(path: Path) -> None:
     assert_error(kvstore(*words, "--tokenizer", str(file)), str(file), "no tokenizer.json")
 
 
-def test_mistakes_are_one_line(path: Path) -> None:
+def test_several_traces_at_once(path: Path) -> None:
+    result = kvstore("replay", str(path), str(AGENTS), "--policy", "infinite", "--capacity", "1", "--json")
+    assert [json.loads(line)["trace"] for line in result.stdout.splitlines()] == ["t.jsonl", AGENTS.name]
+
+
+def test_tiers_and_engines(path: Path) -> None:
+    words = ("replay", str(path), "--tiers", "memory=1,shared=100%", "--engines", "2", "--policy", "lru,gdsf")
+    rows = [json.loads(line) for line in kvstore(*words, "--share", "nothing", "--json").stdout.splitlines()]
+    assert [row["policy"] for row in rows] == ["lru", "gdsf"]
+    # Of four requests each engine gets two; loading the second block from far away is slower than to compute it.
+    assert rows[0]["tiers"]["memory"] == {
+        "capacity_blocks": 2,
+        "token_hit_rate": 0.25,
+        "written_bytes": 2 * 512 * 128 * 1024,
+    }
+    assert rows[0]["tiers"]["shared"]["token_hit_rate"] == 0.0
+    assert rows[0]["declined_token_rate"] == 0.25
+    assert set(rows[0]["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+    profile = path.with_name("fast.toml")
+    profile.write_text('[shared]\nbandwidth = "100GB"\nlatency = "0"\n')
+    [row] = kvstore(*words[:-2], "--policy", "default", "--hardware", str(profile), "--json").stdout.splitlines()
+    assert json.loads(row)["hardware"] == "fast"
+    assert json.loads(row)["token_hit_rate"] == 0.75
+    table = kvstore(*words)
+    assert table.returncode == 0, table.stderr
+    assert "TTFT p50" in table.stdout
+
+
+def test_a_mistake_is_one_line(path: Path) -> None:
     assert_error(kvstore("replay", str(path.with_name("none"))), "none", "cannot be read")
-    assert_error(kvstore("replay", str(path), "--policy", "fancy"), "fancy", "belady")
-    assert_error(kvstore("replay", str(path), "--capacity", "lots"), "lots")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--policy", "fancy"), ("fancy", "belady")),
+        (("--capacity", "lots"), ("lots", "64GiB")),
+        (("--tiers", "attic=1"), ("attic=1", "hbm")),
+        (("--tiers", ","), ("names no tier", "memory")),
+        (("--tiers", "memory=1", "--policy", "belady"), ("belady", "gdsf")),
+        (("--tiers", "memory=1", "--share", "all"), ("all", "sidecar")),
+        (("--tiers", "memory=1", "--routing", "x"), ("'x'", "sticky")),
+        (("--hardware", "abacus"), ("abacus", "h100-8b")),
+    ],
+)
+def test_mistakes_name_what_would_do(path: Path, words: tuple[str, ...], told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, ["replay", str(path), *words], catch_exceptions=False)
+    assert all(word in str(caught.value) for word in told)
