@@ -24,7 +24,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvstore.errors import LeaseError
-from kvstore.policy.base import Policy
+from kvstore.policy.base import Policy, Refit
 from kvstore.types import BlockKey, Request
 
 NO_SLOT = -1
@@ -277,6 +277,10 @@ class BlockPool:
     def finish(self, request: Request, output_tokens: int) -> None:
         """The request ended."""
         self._policy.finish(request, output_tokens)
+
+    def refit(self) -> Refit | None:
+        """What the policy would learn in another thread, if there is something to learn."""
+        return self._policy.refit()
 
     # ---- leaving
 

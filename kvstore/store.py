@@ -23,6 +23,7 @@ from kvstore.policy import POLICIES
 from kvstore.pool import SlotState
 from kvstore.promotion import Prefetch, Promotions
 from kvstore.recording import Recording
+from kvstore.refits import Refits
 from kvstore.shared_level import SharedLevel, SharedTier
 from kvstore.slot_level import PolicyFactory, Quota, SlotLevel
 from kvstore.stats import Stats
@@ -61,6 +62,7 @@ class Store:
         self._mover = Mover(clock)
         self._copies = Copies(self._mover, self.stats, wall)
         self._upkeep = Upkeep(self._copies, self._mover)
+        self._refits = Refits(executor("policy", 1))
         self._namespaces: dict[bytes, Namespace] = {}
         self._closed = False
         self._next_sweep_s = 0.0
@@ -344,6 +346,7 @@ class Store:
         self.drain(timeout_s)
         self._closed = True
         self._mover.close()
+        self._refits.close()
         for lane in self._mover.lanes:
             lane.tier.close()
         if self._recording is not None:
@@ -449,6 +452,7 @@ class Store:
         num_applied = self._mover.poll()
         for level in self._slot_levels():
             level.poll()
+        self._refits.poll(pool for level in self._slot_levels() for _, pool in level.pools())
         self._copies.retry_erasures()
         if self._memory is not None:
             self._promotions.poll()

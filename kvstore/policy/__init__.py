@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.policy.base import Policy
+from kvstore.policy.hix import HIX
 from kvstore.policy.lru import LRU
 
-POLICIES: dict[str, Callable[[], Policy[Any]]] = {"lru": LRU}
+POLICIES: dict[str, Callable[[], Policy[Any]]] = {"hix": HIX, "lru": LRU}

@@ -12,6 +12,10 @@ from kvstore.types import Request
 K = TypeVar("K", bound=Hashable)
 
 
+Refit = Callable[[], Callable[[], None]]
+"""Learns from a copy, which may take a while; what it returns applies that, in the owner thread."""
+
+
 class Policy(Protocol[K]):
     """Order of leaving, over the keys that are resident.
 
@@ -38,8 +42,11 @@ class Policy(Protocol[K]):
     def remove(self, key: K) -> None:
         """``key`` is no longer resident."""
 
+    def refit(self) -> Refit | None:
+        """A pure job for another thread, where there is something to learn: one at a time, asked for at every poll."""
+
     def victim(self, may_leave: Callable[[K], bool]) -> K | None:
-        """The resident key to leave first among those that ``may_leave``; None if there is none.
+        """The resident key to leave first among those that ``may_leave``, all of them leaves; None if there is none.
 
         The caller then calls ``remove`` for it, or does nothing.
         """

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from kvstore.policy.base import Refit
 from kvstore.types import Request
 
 K = TypeVar("K", bound=Hashable)
@@ -52,6 +53,10 @@ class LRU(Generic[K]):
 
     def finish(self, request: Request, output_tokens: int) -> None:
         """LRU does not care."""
+
+    def refit(self) -> Refit | None:
+        """LRU learns nothing."""
+        return None
 
     def insert(self, key: K, parent: K | None) -> None:
         """Just below the parent, or hottest of all."""

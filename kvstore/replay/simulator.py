@@ -98,7 +98,7 @@ class Cache:
         return len(chain)
 
     def serve(self, request: Request, chain: Sequence[int], output_tokens: int) -> int:
-        """Tell the policy of a request and insert what it wants; returns how many blocks were inserted."""
+        """Tell the policy of a request, insert what it wants, let it learn; returns how many blocks were inserted."""
         keep = self._policy.arrive(request, chain)
         self._in_use = set(chain)
         num_inserted = 0
@@ -111,6 +111,9 @@ class Cache:
             self._insert(block, chain[index - 1] if index else None)
             num_inserted += 1
         self._policy.finish(request, output_tokens)
+        refit = self._policy.refit()
+        if refit is not None:
+            refit()()
         return num_inserted
 
     def _insert(self, block: int, parent: int | None) -> None:

@@ -4,6 +4,10 @@ from kvstore.policy import POLICIES
 from kvstore.testing.policy_contract import PolicyContract
 
 
+class TestHIX(PolicyContract):
+    name = "hix"
+
+
 class TestLRU(PolicyContract):
     name = "lru"
 

@@ -7,6 +7,7 @@ GDSF. Leaves only leave; all blocks are of one size, so that the cost of one tok
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from kvstore.policy.base import Refit
 from kvstore.replay.baselines.leaves import RankedLeaves
 from kvstore.replay.prefill import ATTENTION_TOKENS
 from kvstore.types import Request
@@ -35,6 +36,10 @@ class GDSF(Generic[K]):
                 self._uses[key] += 1
                 self._leaves.rank(key, None, self._rank(key))
         return len(chain)
+
+    def refit(self) -> Refit | None:
+        """Nothing to learn in the background."""
+        return None
 
     def finish(self, request: Request, output_tokens: int) -> None:
         """Nothing depends on it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvstore.policy.base import Refit
 from kvstore.replay.baselines.leaves import RankedLeaves
 from kvstore.types import Request
 
@@ -79,6 +80,10 @@ class WorkloadAware(Generic[K]):
                 habit.sum_s += self._now_s - use.at_s
                 self._leaves.rank(key, self._category, self._use(key, use.depth))
         return len(chain)
+
+    def refit(self) -> Refit | None:
+        """Nothing to learn in the background."""
+        return None
 
     def finish(self, request: Request, output_tokens: int) -> None:
         """Nothing depends on it."""

@@ -1,0 +1,221 @@
+"""The resident blocks, as segments: what one request used last, in the order of its chain. Pure.
+
+Rule 1: a segment is a stretch of one chain without a gap. Rule 2: a request takes what it uses out of the segments that
+had it, from their front. Rule 3: a segment loses blocks to eviction from its tail.
+
+Invariant: each resident key is in exactly one segment; a segment has a row in the tables while it has a key.
+"""
+
+from collections.abc import Hashable, Sequence, Set
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.policy.life_table import SIZES, Codes, Traits
+from kvstore.policy.retention import NUM_AGES, Floats, age_bins
+
+K = TypeVar("K", bound=Hashable)
+
+ENDLESS = 1 << 62
+MAX_RANKED = 8192
+"""More segments than that are ranked a part at a time: a pause has a bound, and a part has nearly as bad a worst."""
+
+Indices = npt.NDArray[np.intp]
+
+
+class Segment(Generic[K]):
+    """Blocks from depth ``start`` of a chain on, meant to reach ``end`` at most; ``parts`` are those of its request."""
+
+    __slots__ = ("curve", "end", "keys", "observation", "parts", "row", "start", "traits", "used_s")
+
+    def __init__(self, start: int, end: int, traits: Traits, curve: Floats, used_s: float) -> None:
+        self.start = start
+        self.end = end
+        self.traits = traits
+        self.curve = curve
+        """Retention index by age, ``[NUM_AGES]``."""
+        self.used_s = used_s
+        self.keys: list[K] = []
+        self.row = -1
+        self.parts: list[Segment[K]] = [self]
+        self.observation = -1
+
+    def part_at(self, depth: int) -> "Segment[K]":
+        """The part of the same request that has the block at ``depth``."""
+        return next((part for part in self.parts if part.start + len(part.keys) <= depth < part.end), self.parts[-1])
+
+
+_ROW = np.dtype(
+    [
+        ("curve", np.float32, NUM_AGES),
+        ("traits", np.int16, len(SIZES)),
+        ("used_s", np.float64),
+        ("length", np.int64),
+        ("version", np.int64),
+    ]
+)
+
+
+class Segments(Generic[K]):
+    """All segments, and a table with a row for each."""
+
+    def __init__(self) -> None:
+        self._of: dict[K, Segment[K]] = {}
+        self._table = np.zeros(256, dtype=_ROW)
+        self._at: list[Segment[K] | None] = [None] * 256
+        self._free = list(range(255, -1, -1))
+        self._next_ranked = 0
+
+    def __len__(self) -> int:
+        """Resident blocks."""
+        return len(self._of)
+
+    def __contains__(self, key: K) -> bool:
+        """Whether ``key`` is resident."""
+        return key in self._of
+
+    def of(self, key: K | None) -> Segment[K] | None:
+        """The segment that has ``key``."""
+        return None if key is None else self._of.get(key)
+
+    # ---- blocks come and go
+
+    def take(self, chain: Sequence[K]) -> tuple[int, list[Segment[K]]]:
+        """Take the resident prefix of ``chain`` out of its segments; its length, and segments that it left part of."""
+        position, left = 0, []
+        while position < len(chain) and (segment := self._of.get(chain[position])) is not None:
+            if segment.keys[0] != chain[position]:
+                segment = self._split(segment, segment.keys.index(chain[position]))
+            shared = _common(segment.keys, chain, position)
+            if shared < len(segment.keys):
+                left.append(segment)
+            segment.keys = segment.keys[shared:]
+            segment.start += shared
+            self._note_length(segment)
+            position += shared
+        return position, left
+
+    def give(self, segment: Segment[K], keys: Sequence[K]) -> None:
+        """``keys``, which no segment has, lie behind those of ``segment``."""
+        segment.keys += keys
+        self._of.update(dict.fromkeys(keys, segment))
+        self._note_length(segment)
+
+    def append(self, segment: Segment[K], key: K) -> None:
+        """``give`` of one block."""
+        segment.keys.append(key)
+        self._of[key] = segment
+        self._note_length(segment)
+
+    def remove(self, key: K) -> None:
+        """``key`` is no longer resident. Its segment ends before it; what lay behind is a segment of its own."""
+        segment = self._of[key]
+        if segment.keys[-1] != key:
+            self._split(segment, segment.keys.index(key) + 1)
+        del self._of[key]
+        segment.keys.pop()
+        self._note_length(segment)
+
+    def _split(self, segment: Segment[K], index: int) -> Segment[K]:
+        """The blocks from ``index`` on become a segment like this one."""
+        rest: Segment[K] = Segment(segment.start + index, segment.end, segment.traits, segment.curve, segment.used_s)
+        keys, segment.keys = segment.keys[index:], segment.keys[:index]
+        self._note_length(segment)
+        self.give(rest, keys)
+        return rest
+
+    # ---- rows
+
+    def describe(self, segment: Segment[K], traits: Traits, curve: Floats, used_s: float) -> None:
+        """Something new is known of ``segment``."""
+        segment.traits, segment.curve, segment.used_s = traits, curve, used_s
+        if segment.row >= 0:
+            self._fill(segment)
+
+    def rebase(self, now_s: float) -> None:
+        """All were used at ``now_s``."""
+        self._table["used_s"] = now_s
+        for segment in filter(None, self._at):
+            segment.used_s = now_s
+
+    def rows(self) -> tuple[npt.NDArray[np.int64], Codes]:
+        """A copy of version and traits of every row."""
+        return self._table["version"].copy(), self._table["traits"].copy()
+
+    def set_curves(self, versions: npt.NDArray[np.int64], curves: Floats) -> None:
+        """New curves for the rows that are still as they were in ``rows``."""
+        same = np.flatnonzero(self._table["version"][: len(versions)] == versions)
+        self._table["curve"][same] = curves[same]
+        for row in same.tolist():
+            segment = self._at[row]
+            if segment is not None:
+                segment.curve = curves[row]
+
+    def _note_length(self, segment: Segment[K]) -> None:
+        if segment.keys:
+            if segment.row < 0:
+                self._give_row(segment)
+            self._table["length"][segment.row] = len(segment.keys)
+        elif segment.row >= 0:
+            self._table["length"][segment.row] = 0
+            self._at[segment.row] = None
+            self._free.append(segment.row)
+            segment.row = -1
+
+    def _give_row(self, segment: Segment[K]) -> None:
+        if not self._free:
+            size = len(self._at)
+            self._table = np.concatenate([self._table, np.zeros(size, dtype=_ROW)])
+            self._at += [None] * size
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        segment.row = self._free.pop()
+        self._at[segment.row] = segment
+        self._fill(segment)
+
+    def _fill(self, segment: Segment[K]) -> None:
+        row = segment.row
+        self._table["curve"][row] = segment.curve
+        self._table["traits"][row] = segment.traits
+        self._table["used_s"][row] = segment.used_s
+        self._table["version"][row] += 1
+
+    # ---- the order of leaving
+
+    def ranked(self, now_s: float) -> tuple[list[Segment[K]], Floats, npt.NDArray[np.int64]]:
+        """Segments from the lowest index on, their indices and lengths; of very many, another part at each call."""
+        rows = np.flatnonzero(self._table["length"])
+        if len(rows) > MAX_RANKED:
+            rows = np.take(rows, np.arange(self._next_ranked, self._next_ranked + MAX_RANKED), mode="wrap")
+            self._next_ranked = (self._next_ranked + MAX_RANKED) % len(rows)
+        ages = age_bins(np.maximum(0.0, now_s - self._table["used_s"][rows]))
+        indices = self._table["curve"][rows, ages].astype(np.float64)
+        order = np.argsort(indices, kind="stable")
+        rows = rows[order]
+        segments = [segment for row in rows.tolist() if (segment := self._at[row]) is not None]
+        return segments, indices[order], self._table["length"][rows]
+
+    def check(self, resident: Set[K]) -> None:
+        """Prove the invariant, and that exactly ``resident`` is here; raises AssertionError. For tests."""
+        assert self._of.keys() == resident, "other keys are resident"
+        held = [segment for segment in self._at if segment is not None]
+        keys = [key for segment in held for key in segment.keys]
+        assert len(keys) == len(set(keys)) == len(self._of), "a key is in two segments or in none"
+        assert all(self._of[key] is segment for segment in held for key in segment.keys), "a key is in another segment"
+        lengths = [0 if segment is None else len(segment.keys) for segment in self._at]
+        assert lengths == self._table["length"].tolist(), "a row has another length than its segment"
+        assert 0 not in [len(segment.keys) for segment in held], "an empty segment has a row"
+
+
+def _common(keys: Sequence[K], chain: Sequence[K], start: int) -> int:
+    """How many ``keys`` are those of ``chain`` from ``start`` on. The first is; equal keys have equal ones before."""
+    low, high = 1, min(len(keys), len(chain) - start)
+    if keys[high - 1] == chain[start + high - 1]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if keys[middle - 1] == chain[start + middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,249 @@
+"""HIX: who leaves first, what is not kept at all, and that nothing it is told breaks it or makes it grow."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.policy.history import History, Visit, marker_depths
+from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S
+from kvstore.policy.lru import LRU
+from kvstore.replay.simulator import Cache, replay
+from kvstore.replay.trace import Trace, TraceRequest
+from kvstore.types import Request
+
+
+def request(number: int, now_s: float, **hints: object) -> Request:
+    return Request(str(number), now_s, b"", 1000, hints)
+
+
+def serve(cache: Cache, number: int, now_s: float, chain: Sequence[int], output_tokens: int = 100) -> int:
+    """A request from arrival to end; returns how many blocks it found."""
+    num_hit = cache.hit_blocks(chain)
+    cache.serve(request(number, now_s), chain, output_tokens)
+    return num_hit
+
+
+def learn(policy: HIX[int]) -> None:
+    """Run what the store would run in the background."""
+    job = policy.refit()
+    if job is not None:
+        job()()
+
+
+def trace_of(requests: Sequence[TraceRequest]) -> Trace:
+    return Trace.of("made", 64, list(requests))
+
+
+def hit_rates(requests: Sequence[TraceRequest], capacity_blocks: int) -> tuple[float, float]:
+    """Of HIX and of LRU."""
+    trace = trace_of(requests)
+    return (
+        replay(trace, HIX(), capacity_blocks).token_hit_rate,
+        replay(trace, LRU(), capacity_blocks).token_hit_rate,
+    )
+
+
+def of_blocks(now_s: float, chain: Sequence[int]) -> TraceRequest:
+    return TraceRequest(now_s, 64 * len(chain), 100, tuple(chain))
+
+
+def sessions_and_scans(num_sessions: int) -> list[TraceRequest]:
+    """Sessions that come back every minute, among single requests that never do."""
+    requests, fresh = [], itertools.count(1_000_000)
+    for turn in range(40):
+        for session in range(num_sessions):
+            chain = [1000 * session + depth for depth in range(10 + turn)]
+            requests.append(of_blocks(60.0 * turn + session, chain))
+            for scan in range(3):
+                chain = [next(fresh) for _ in range(20)]
+                requests.append(of_blocks(60.0 * turn + session + 0.2 * (scan + 1), chain))
+    return requests
+
+
+def test_what_comes_back_is_kept_from_what_does_not() -> None:
+    """LRU lets every session go before it returns."""
+    hix, lru = hit_rates(sessions_and_scans(8), 400)
+    assert lru == 0
+    assert hix > 0.15
+
+
+def test_what_does_not_come_back_is_not_even_written() -> None:
+    """Flash is spared by that."""
+    trace = trace_of(sessions_and_scans(8))
+    written = replay(trace, HIX(), 100).blocks_written
+    assert written < replay(trace, LRU(), 100).blocks_written / 2
+
+
+def test_before_it_has_learned_it_orders_as_lru_does() -> None:
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 30)
+    for number in range(3):
+        serve(cache, number, 10.0 * number, [100 * number + depth for depth in range(10)])
+    serve(cache, 3, 30.0, [100, 101, 102, 103])
+    leaves = [9, 109, 209]
+    assert policy.victim(lambda key: key in leaves) == 9
+
+
+def test_a_segment_leaves_from_its_tail_and_never_below_a_child() -> None:
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 10)
+    serve(cache, 0, 0.0, [1, 2, 3, 4])
+    serve(cache, 1, 5.0, [1, 2, 7, 8])
+    children = {1: 1, 2: 2, 3: 1, 7: 1}
+    for expected in (4, 3):
+        assert policy.victim(lambda key: not children.get(key)) == expected
+        policy.remove(expected)
+        children[expected - 1] -= 1
+
+
+def test_a_block_that_is_in_use_is_passed_over() -> None:
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 10)
+    serve(cache, 0, 0.0, [1, 2])
+    serve(cache, 1, 9.0, [5, 6])
+    assert policy.victim(lambda key: key == 6) == 6
+    assert policy.victim(lambda _: False) is None
+    assert policy.victim(lambda key: key in (2, 6)) == 2
+
+
+def test_a_session_that_ends_is_told_by_a_hint() -> None:
+    """The engine says which sessions end; those leave first, as soon as a few have shown what that means."""
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 10_000)
+    numbers = itertools.count()
+    for round_ in range(60):
+        for ends in (False, True):
+            chain = [round_ * 1000 + 500 * ends + depth for depth in range(5)]
+            for turn in range(1 if ends else 3):
+                hinted = request(next(numbers), 300.0 * round_ + 30 * turn, session_end=ends)
+                cache.serve(hinted, chain[: 3 + turn], 10)
+        learn(policy)
+    cache.serve(request(next(numbers), 18_000.0, session_end=False), [91, 92, 93], 10)
+    cache.serve(request(next(numbers), 18_001.0, session_end=True), [95, 96, 97], 10)
+    fresh = [91, 92, 93, 95, 96, 97]
+    assert policy.victim(lambda key: key in fresh) == 97
+
+
+@pytest.mark.parametrize("leap_s", [-1e6, 1e6, 1e12])
+def test_a_clock_that_jumps_costs_little(leap_s: float) -> None:
+    requests = sessions_and_scans(8)
+    middle = len(requests) // 2
+    jumped = [
+        TraceRequest(r.now_s + leap_s * (index > middle), r.input_tokens, r.output_tokens, r.chain)
+        for index, r in enumerate(requests)
+    ]
+    straight, _ = hit_rates(requests, 400)
+    hix, _ = hit_rates(jumped, 400)
+    assert hix > 0.6 * straight
+    assert MAX_LEAP_S < 1e6
+
+
+def test_repeating_a_loop_longer_than_the_cache_keeps_a_part_of_it() -> None:
+    """LRU loses all of it, again and again."""
+    loop = [of_blocks(2.0 * index, [1000 * (index % 12) + depth for depth in range(10)]) for index in range(1200)]
+    hix, lru = hit_rates(loop, 60)
+    assert lru == 0
+    assert hix > 0.3
+
+
+def test_memory_is_bounded_whatever_comes() -> None:
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 50)
+    base = 0
+    for number in range(2 * MAX_EXPECTED):
+        base = number * 10
+        cache.serve(request(number, 0.1 * number), [base, base + 1, base + 2], 5)
+    policy.check({key for key in range(base + 3) if cache.hit_blocks([key])})
+
+
+def test_history_forgets_the_oldest_markers() -> None:
+    history: History[int] = History(max_markers=10)
+    for number in range(5):
+        history.remember(Visit(float(number), 4, 2), [number * 10 + depth for depth in range(4)])
+    assert history.find([0, 1, 2, 3], range(4)) == (None, 0)
+    visit, num_known = history.find([40, 41, 99], range(3))
+    assert num_known == 2
+    assert visit is not None
+    assert visit.now_s == 4.0
+
+
+@given(st.integers(1, 100_000), st.integers(1, 100_000))
+def test_two_chains_have_the_same_markers_in_what_they_share(short: int, long: int) -> None:
+    short, long = min(short, long), max(short, long)
+    assert marker_depths(long)[: len(marker_depths(short))] == marker_depths(short)
+    assert len(marker_depths(long)) <= 64 + 32 * max(0, long.bit_length() - 6)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["serve", "arrive", "insert", "remove", "victim", "finish", "learn"]),
+        st.integers(0, 5),
+        st.integers(1, 9),
+        st.floats(-100, 1000),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_no_order_of_calls_loses_a_key(actions: list[tuple[str, int, int, float]]) -> None:
+    """Requests that overlap, blocks that come without one, blocks that vanish from the middle of a chain."""
+    policy: HIX[int] = HIX()
+    policy.resize(12)
+    resident: dict[int, int | None] = {}
+    now_s, numbers = 0.0, itertools.count()
+    for action, session, length, delta_s in actions:
+        now_s += delta_s
+        chain = [100 * session * (depth >= session) + depth for depth in range(length)]
+        if action == "serve":
+            assert 0 <= policy.arrive(request(next(numbers), now_s), chain) <= length
+            for index, key in enumerate(chain):
+                if key not in resident:
+                    resident[key] = chain[index - 1] if index else None
+                    policy.insert(key, resident[key])
+        elif action == "arrive":
+            policy.arrive(request(next(numbers), now_s), chain)
+        elif action == "insert" and chain[-1] not in resident:
+            parent = chain[-2] if length > 1 and chain[-2] in resident else None
+            resident[chain[-1]] = parent
+            policy.insert(chain[-1], parent)
+        elif action == "remove" and resident:
+            key = sorted(resident)[session % len(resident)]
+            del resident[key]
+            policy.remove(key)
+        elif action == "victim":
+            victim = policy.victim(lambda key: key % 3 != 0)
+            assert (victim is None) == all(key % 3 == 0 for key in resident)
+            assert victim is None or (victim in resident and victim % 3)
+        elif action == "finish":
+            policy.finish(request(session, now_s), length * 100)
+        else:
+            learn(policy)
+        policy.check(set(resident))
+
+
+def test_what_was_learned_while_blocks_moved_is_applied_to_those_that_did_not() -> None:
+    policy: HIX[int] = HIX()
+    resident: set[int] = set()
+    job = None
+    for number in range(16):
+        chain = [100 * (number % 4) + depth for depth in range(8)]
+        policy.arrive(request(number, 5.0 * number), chain)
+        for index, key in enumerate(chain):
+            if key not in resident:
+                policy.insert(key, chain[index - 1] if index else None)
+                resident.add(key)
+        job = policy.refit()
+    assert job is not None
+    assert policy.refit() is None, "one job at a time"
+    policy.arrive(request(20, 101.0), [0, 1, 2, 900])
+    apply = job()
+    policy.remove(107)
+    policy.insert(900, 2)
+    apply()
+    policy.check(resident - {107} | {900})
+    assert policy.victim(lambda key: key == 207) == 207
