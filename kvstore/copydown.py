@@ -44,7 +44,10 @@ class CopyDown:
         mover: Mover,
         stats: Stats,
     ) -> None:
-        """``lower``: each level below RAM with its admission mode; ``buffer_of`` gives the bytes of a slot of RAM."""
+        """``lower``: each level below RAM with its admission mode; ``buffer_of`` gives the bytes of a slot of RAM.
+
+        A level may be added to ``lower`` later.
+        """
         self._memory = memory
         self._buffer_of = buffer_of
         self._lower = lower
@@ -52,7 +55,11 @@ class CopyDown:
         self._mover = mover
         self._stats = stats
         self._writing: defaultdict[str, set[BlockKey]] = defaultdict(set)
-        self.copies_victims = any("evict" in ADMITTED[admission] for _, admission in lower)
+
+    @property
+    def copies_victims(self) -> bool:
+        """Whether what RAM evicts is wanted below."""
+        return any("evict" in ADMITTED[admission] for _, admission in self._lower)
 
     def offer(self, ns: Namespace, slots: Sequence[int], occasion: Occasion) -> set[BlockKey]:
         """Copy READY blocks of RAM down where admission wants it; returns the keys that some level accepted."""

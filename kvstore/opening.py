@@ -11,29 +11,50 @@ from kvstore.tiers.memory import Arena, MemoryTier
 from kvstore.tiers.redis import RedisTier
 
 
-def open_store(config: Config, *, num_domains: int = 0) -> Store:
+def open_store(config: Config) -> Store:
     """Open every tier that ``config`` names. Raises ``KVStoreError`` saying what to do.
 
-    ``num_domains``: for a store that lends its RAM to other processes, how many of them must not read each other's.
     A Redis server may be absent; a directory must be ours, and the memory must be there.
     """
-    config.validate_against_machine()
     with ExitStack() as undo:
-        file = shared = memory = None
-        if config.file is not None:
-            file = open_file_tier(config.file)
-            undo.callback(file.close)
-        if config.redis is not None:
-            shared = open_redis_tier(config.redis)
-            undo.callback(shared.close)
-        if config.memory.capacity_bytes:
-            memory = _memory_tier(config.memory.capacity_bytes, num_domains)
-            undo.callback(memory.close)
-        record = config.record
-        recording = None if record is None else Recording(record.directory, record.capacity_bytes)
-        store = Store(memory=memory, file=file, shared=shared, config=config, recording=recording)
+        memory, file, shared = _open_tiers(config, 0, undo)
+        store = Store(memory=memory, file=file, shared=shared, config=config, recording=_recording(config))
         undo.pop_all()
     return store
+
+
+def open_shared_store(config: Config, num_domains: int) -> tuple[Store, FileTier | None]:
+    """For a store that lends its RAM to other processes, of which ``num_domains`` must not read each other's.
+
+    It answers at once: the file tier is open and yet to be ``Store.scanned`` and to ``join_file``. Raises as
+    ``open_store`` does.
+    """
+    with ExitStack() as undo:
+        memory, file, shared = _open_tiers(config, num_domains, undo)
+        store = Store(memory=memory, shared=shared, config=config, recording=_recording(config))
+        undo.pop_all()
+    return store, file
+
+
+def _open_tiers(
+    config: Config, num_domains: int, undo: ExitStack
+) -> tuple[MemoryTier | None, FileTier | None, RedisTier | None]:
+    config.validate_against_machine()
+    file = shared = memory = None
+    if config.file is not None:
+        file = open_file_tier(config.file)
+        undo.callback(file.close)
+    if config.redis is not None:
+        shared = open_redis_tier(config.redis)
+        undo.callback(shared.close)
+    if config.memory.capacity_bytes:
+        memory = _memory_tier(config.memory.capacity_bytes, num_domains)
+        undo.callback(memory.close)
+    return memory, file, shared
+
+
+def _recording(config: Config) -> Recording | None:
+    return None if config.record is None else Recording(config.record.directory, config.record.capacity_bytes)
 
 
 def open_file_tier(config: FileConfig) -> FileTier:

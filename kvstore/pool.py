@@ -100,6 +100,10 @@ class BlockPool:
         """The slot of ``key`` if it is READY."""
         return self._slot_of.get(key)
 
+    def __len__(self) -> int:
+        """How many blocks are READY."""
+        return len(self._slot_of)
+
     def __contains__(self, key: BlockKey) -> bool:
         """Whether ``key`` is READY."""
         return key in self._slot_of

@@ -61,6 +61,7 @@ CATALOGUE = (
     Metric("kvstore_pinned_blocks", "gauge", "Blocks that may not leave because someone reads them.", ("tier",)),
     Metric("kvstore_blocks", "gauge", "Blocks that can be found.", ("tier",)),
     Metric("kvstore_capacity_bytes", "gauge", "The tier's budget.", ("tier",)),
+    Metric("kvstore_usable_bytes", "gauge", "What of RAM has its pages and may be lent.", ("tier",)),
     Metric("kvstore_used_bytes", "gauge", "What of the tier's budget is in use.", ("tier",)),
     Metric("kvstore_unrecorded_requests_total", "counter", "Requests that the recording had no room or no time for."),
     Metric("kvstore_expired_sessions_total", "counter", "Sessions of clients that had been silent for too long."),

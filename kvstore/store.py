@@ -12,6 +12,7 @@ from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
 from kvstore.errors import ClosedError, ConfigError, LayoutError
+from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
@@ -67,31 +68,51 @@ class Store:
         self._closed = False
         self._next_sweep_s = 0.0
         self._arena_tier = memory
-        policy: PolicyFactory = POLICIES[config.policy]
+        self._executor = executor
+        self._policy: PolicyFactory = POLICIES[config.policy]
         self._memory: SlotLevel | None = None
         self._file: SlotLevel | None = None
         self._shared: SharedLevel | None = None
-        lower: list[tuple[Level, str]] = []
+        self._lower: list[Level] = []
+        self._admissions: list[tuple[Level, str]] = []
         if memory is not None:
             copies_victims = any(tier and tier.admission == "on_evict" for tier in (config.file, config.redis))
-            self._memory = SlotLevel(memory, policy, on_evict=self._on_memory_evict if copies_victims else None)
-            self._add_lane(memory, executor)
-        if file is not None:
-            self._file = SlotLevel(file, policy)
-            self._file.adopt(file.scan())
-            self._add_lane(file, executor)
-            lower.append((self._file, config.file.admission if config.file else "always"))
+            self._memory = SlotLevel(memory, self._policy, on_evict=self._on_memory_evict if copies_victims else None)
+            self._add_lane(memory)
         if shared is not None:
             ttl_s = config.redis.ttl_s if config.redis else 0
             self._shared = SharedLevel(shared, ttl_s, clock)
-            self._add_lane(shared, executor)
-            lower.append((self._shared, config.redis.admission if config.redis else "always"))
-        self._lower: list[Level] = [level for level, _ in lower]
-        every_level: list[Level] = [*([self._memory] if self._memory else []), *self._lower]
-        self._lending = Lending(every_level, self._copies, self._mover, self._on_stored)
+            self._add_lane(shared)
+            self._lower.append(self._shared)
+            self._admissions.append((self._shared, config.redis.admission if config.redis else "always"))
+        self._levels: list[Level] = [*([self._memory] if self._memory else []), *self._lower]
+        self._lending = Lending(self._levels, self._copies, self._mover, self._on_stored)
         if self._memory is not None and memory is not None:
             self._promotions = Promotions(self._memory, memory, self._lower, self._copies, self._mover)
-            self._copydown = CopyDown(self._memory, self._buffer, lower, self._copies, self._mover, self.stats)
+            self._copydown = CopyDown(
+                self._memory, self._buffer, self._admissions, self._copies, self._mover, self.stats
+            )
+        if file is not None:
+            self.join_file(self.scanned(file))
+
+    def scanned(self, file: SlotTier) -> SlotLevel:
+        """The level of a file tier, with what a scan of it finds: takes its time and may be called in any thread."""
+        level = SlotLevel(file, self._policy)
+        level.adopt(file.scan())
+        return level
+
+    def join_file(self, level: SlotLevel) -> None:
+        """The file level, ``scanned``, is below RAM from now on. Raises ``LayoutError`` if an open layout does not fit.
+
+        The tier is the store's to close.
+        """
+        for ns in self._namespaces.values():
+            level.open_pool(ns.fingerprint, ns.layout.block_bytes)
+        self._add_lane(level.tier)
+        self._file = level
+        self._lower.insert(0, level)
+        self._levels.insert(len(self._levels) - len(self._lower) + 1, level)
+        self._admissions.insert(0, (level, self._config.file.admission if self._config.file else "always"))
 
     # ---- namespaces
 
@@ -153,7 +174,7 @@ class Store:
         found, before = ready, -1
         while found < len(chain) and found != before:
             before = found
-            for level in [*([self._memory] if self._memory else []), *self._lower]:
+            for level in self._levels:
                 found += level.covered(ns, chain, found, oldest_unix_s)
         pending = bool(self._memory) and ready < len(chain) and self._promotions.is_arriving(chain[ready])
         return Lookup(ready, found, pending)
@@ -362,20 +383,7 @@ class Store:
         """Counters, and gauges of this moment, by metric and labels."""
         if self._recording is not None:
             self.stats.set("kvstore_unrecorded_requests_total", self._recording.num_left_out)
-        for level in self._slot_levels():
-            pools = [pool for _, pool in level.pools()]
-            self.stats.set("kvstore_evicted_blocks_total", sum(pool.num_evicted for pool in pools), level.name)
-            self.stats.set("kvstore_capacity_bytes", level.capacity_bytes, level.name)
-            self.stats.set("kvstore_used_bytes", level.used_bytes, level.name)
-            self.stats.set("kvstore_blocks", sum(pool.num(SlotState.READY) for pool in pools), level.name)
-            self.stats.set("kvstore_pinned_blocks", sum(pool.num_pinned for pool in pools), level.name)
-            quarantined = sum(pool.num(SlotState.QUARANTINED) for pool in pools)
-            self.stats.set("kvstore_quarantined_slots", quarantined, level.name)
-        for lane in self._mover.lanes:
-            self.stats.set("kvstore_tickets_in_flight", len(lane.in_flight), lane.name)
-            self.stats.set("kvstore_in_flight_bytes", lane.bytes_in_flight, lane.name)
-            for state in BreakerState:
-                self.stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)
+        set_gauges(self.stats, self._slot_levels(), self._mover.lanes)
         return self.stats.snapshot()
 
     @property
@@ -418,9 +426,9 @@ class Store:
     def _slot_levels(self) -> list[SlotLevel]:
         return [level for level in (self._memory, self._file) if level is not None]
 
-    def _add_lane(self, tier: Tier, executor: Callable[[str, int], Executor]) -> None:
+    def _add_lane(self, tier: Tier) -> None:
         shape = LANE_SHAPES[tier.name]
-        self._mover.add_lane(Lane(tier, executor(tier.name, shape.num_threads), shape))
+        self._mover.add_lane(Lane(tier, self._executor(tier.name, shape.num_threads), shape))
 
     def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -26,9 +27,9 @@ from kvstore.api.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.api.v1.kvstore_pb2_grpc import add_KVStoreServicer_to_server
 from kvstore.api.v1.remote_pb2_grpc import add_RemoteStoreServicer_to_server
 from kvstore.config import Config, ServerConfig
-from kvstore.errors import ConfigError, OwnershipError
+from kvstore.errors import ConfigError, KVStoreError, LayoutError, OwnershipError
 from kvstore.exposition import registry_of
-from kvstore.opening import open_store
+from kvstore.opening import open_shared_store
 from kvstore.server import logs
 from kvstore.server.admin import Admin
 from kvstore.server.clients import Clients
@@ -39,7 +40,9 @@ from kvstore.server.service import Service
 from kvstore.server.session import Host
 from kvstore.server.tenants import Tenants
 from kvstore.server.tls import credentials
+from kvstore.slot_level import SlotLevel
 from kvstore.store import Store
+from kvstore.tiers.base import SlotTier
 from kvstore.tiers.domains import DomainMemoryTier
 from kvstore.wire import MAX_MESSAGE_BYTES, admin_socket, arena_socket
 
@@ -71,25 +74,55 @@ def run(config: Config) -> None:
     os.umask(0o077)
     with _owned(config.server):
         tenants = Tenants.of(config.server)
-        store = open_store(config, num_domains=len(tenants))
+        if not config.memory.capacity_bytes:
+            raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
+        store, file = open_shared_store(config, len(tenants))
         try:
-            asyncio.run(serve_until_told(store, config, tenants))
+            asyncio.run(serve_until_told(store, config, tenants, file))
         finally:
             store.close()
+            if file is not None:
+                file.close()
 
 
-async def serve_until_told(store: Store, config: Config, tenants: Tenants) -> None:
-    """Serve an open store, on whose owner thread this is, until SIGTERM or SIGINT."""
+async def serve_until_told(store: Store, config: Config, tenants: Tenants, file: SlotTier | None = None) -> None:
+    """Serve an open store, on whose owner thread this is, until SIGTERM or SIGINT; ``file`` joins it when scanned."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
     async with serving(store, config, tenants):
+        if file is not None:
+            _join_when_scanned(store, file)
         _log.info("ready: %s", config.server.socket)
         _notify_systemd("READY=1")
         await told.wait()
         _log.info("told to stop: letting copies end")
         _notify_systemd("STOPPING=1")
+
+
+def _join_when_scanned(store: Store, file: SlotTier) -> None:
+    """Let a thread look at what is on file; however much that is, the store answers meanwhile, without it."""
+    loop = asyncio.get_running_loop()
+
+    def join(level: SlotLevel) -> None:
+        try:
+            store.join_file(level)
+        except LayoutError as error:
+            _log.error("the file tier cannot be used: %s", error)
+        else:
+            _log.info("the file tier has joined, with %d blocks", sum(len(pool) for _, pool in level.pools()))
+
+    def scan() -> None:
+        try:
+            level = store.scanned(file)
+        except (KVStoreError, OSError) as error:
+            _log.error("the file tier cannot be scanned, and is not used: %s", error)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(join, level)
+
+    threading.Thread(target=scan, name="kvstore-scan", daemon=True).start()
 
 
 def _notify_systemd(state: str) -> None:
@@ -105,12 +138,11 @@ def _notify_systemd(state: str) -> None:
 async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterator[None]:
     """Serve ``store`` on the running event loop, which is its owner thread."""
     memory = store.memory_tier
-    if not isinstance(memory, DomainMemoryTier):
-        raise ConfigError("a sidecar shares RAM, and memory.capacity is 0: set one")
+    assert isinstance(memory, DomainMemoryTier)
     path = config.server.socket
     host = Host(store, memory, Ranks(store), time.monotonic)
     clients = Clients(host)
-    service = Service(store, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
+    service = Service(host, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
     health = HealthServicer()
     local, admin, remote = (
         grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS) for _ in range(3)

@@ -10,7 +10,7 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.api.v1.kvstore_pb2_grpc import KVStoreServicer
 from kvstore.errors import WireError
 from kvstore.server.clients import LEASE_TICKS, Clients
-from kvstore.store import Store
+from kvstore.server.session import Host
 
 POLL_INTERVAL_S = 0.05
 """Copies announce themselves; this is for deadlines."""
@@ -25,8 +25,8 @@ Context = grpc.aio.ServicerContext[api.SessionRequest, api.SessionReply]
 class Service(KVStoreServicer):
     """Sessions, and the loop that applies what the mover's threads return."""
 
-    def __init__(self, store: Store, clients: Clients, server_id: bytes, version: str, lease_ms: int) -> None:
-        self._store = store
+    def __init__(self, host: Host, clients: Clients, server_id: bytes, version: str, lease_ms: int) -> None:
+        self._host = host
         self._clients = clients
         self._registered = api.Registered(server=server_id, version=version, lease_ms=lease_ms)
         self._tick_s = lease_ms / 1000 / LEASE_TICKS
@@ -35,7 +35,7 @@ class Service(KVStoreServicer):
     async def run(self) -> None:
         """Poll the store and tick until cancelled."""
         loop = asyncio.get_running_loop()
-        self._store.notify(lambda: loop.call_soon_threadsafe(self._wake.set))
+        self._host.store.notify(lambda: loop.call_soon_threadsafe(self._wake.set))
         await asyncio.gather(self._poll_forever(), self._tick_forever())
 
     async def _poll_forever(self) -> None:
@@ -46,7 +46,7 @@ class Service(KVStoreServicer):
             except TimeoutError:
                 pass
             self._wake.clear()
-            self._store.poll()
+            self._host.store.poll()
             for session in self._clients.sessions():
                 for reply in session.poll():
                     session.send(reply)
@@ -55,7 +55,8 @@ class Service(KVStoreServicer):
         while True:
             await asyncio.sleep(self._tick_s)
             self._clients.tick()
-            self._store.snapshot()  # gauges, for those who read the statistics from another thread
+            self._host.store.stats.set("kvstore_usable_bytes", self._host.memory.usable_bytes, "memory")
+            self._host.store.snapshot()  # gauges, for those who read the statistics from another thread
 
     async def Session(self, requests: AsyncIterator[api.SessionRequest], context: Context) -> None:  # noqa: N802 - the proto's name
         """Handle a client's requests in order, for as long as its stream lasts."""

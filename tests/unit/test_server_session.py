@@ -9,7 +9,7 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.config import Config
 from kvstore.errors import WireError
 from kvstore.namespace import Namespace
-from kvstore.opening import open_store
+from kvstore.opening import open_shared_store
 from kvstore.server import session as sessions
 from kvstore.server.clients import Clients
 from kvstore.server.ranks import Ranks
@@ -58,7 +58,7 @@ class Asker:
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    store = open_store(Config.from_mapping({"memory": {"capacity": "2MiB"}}), num_domains=1)
+    store, _ = open_shared_store(Config.from_mapping({"memory": {"capacity": "2MiB"}}), 1)
     memory = store.memory_tier
     assert isinstance(memory, DomainMemoryTier)
     eventually(lambda: memory.usable_bytes == memory.capacity_bytes)
