@@ -74,6 +74,8 @@ class BlockPool:
         self.num_evicted = 0
         """Blocks that left to make room, ever."""
         self._none_may_leave = False  # known since the policy last found no victim; spares a scan per reserve
+        self.on_change: Callable[[BlockKey, BlockKey | None, bool], None] | None = None
+        """Told of every block that becomes READY, with its parent, or stops being so."""
 
     # ---- questions
 
@@ -355,6 +357,8 @@ class BlockPool:
                 self._children[slot] += 1
         self._policy.insert(key, parent if parent_slot != NO_SLOT else None)
         self._none_may_leave = False
+        if self.on_change is not None:
+            self.on_change(key, parent, True)
 
     def _forget(self, slot: int, key: BlockKey) -> None:
         parent_slot = self._parent[slot]
@@ -369,6 +373,8 @@ class BlockPool:
         self._key[slot] = None
         self._parent[slot] = NO_SLOT
         self._policy.remove(key)
+        if self.on_change is not None:
+            self.on_change(key, None, False)
 
     def _drop_orphan(self, slot: int) -> None:
         lost = self._lost_parent.pop(slot)

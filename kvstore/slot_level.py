@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import LayoutError
 from kvstore.extents import Extents
+from kvstore.journal import Journal
 from kvstore.namespace import Namespace
 from kvstore.policy.base import Policy
 from kvstore.pool import BlockPool, SlotState
@@ -66,6 +67,7 @@ class SlotLevel:
         self._on_evict = on_evict
         self._shares: dict[bytes, _Share] = {}
         self._refused: list[int] = []
+        self._journal: Journal | None = None
         self._preparing_tier = tier if isinstance(tier, Preparing) else None
         self._preparing: dict[int, _Share] = {}
         """Extents that are being made ready, and for whom."""
@@ -89,12 +91,26 @@ class SlotLevel:
             base_bytes = self._preparing_tier.base_bytes(fingerprint) if self._preparing_tier else 0
             pool = BlockPool(self._policy(), on_evict=self._on_evict)
             share = self._shares[fingerprint] = _Share(fingerprint, pool, slot_bytes, slots_per_extent, base_bytes)
+            self._follow(pool)
         share.quotas = tuple(quotas)
         return share.pool
 
     def pool(self, fingerprint: bytes) -> BlockPool:
         """The pool of an opened layout."""
         return self._shares[fingerprint].pool
+
+    def keep_journal(self, journal: Journal | None) -> None:
+        """Note every change there from now on; None: nowhere."""
+        self._journal = journal
+        for share in self._shares.values():
+            self._follow(share.pool)
+
+    def _follow(self, pool: BlockPool) -> None:
+        journal, tier = self._journal, self.name
+        if journal is None:
+            pool.on_change = None
+        else:
+            pool.on_change = lambda key, parent, is_here: journal.note(tier, key, parent, is_here=is_here)
 
     def pools(self) -> Iterator[tuple[bytes, BlockPool]]:
         """Every layout's fingerprint and pool."""

@@ -14,6 +14,7 @@ from kvstore.copydown import CopyDown
 from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
+from kvstore.journal import Journal
 from kvstore.layout import Layout
 from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
 from kvstore.lending import Lending, Transfer, require_buffers
@@ -67,6 +68,7 @@ class Store:
         self._namespaces: dict[bytes, Namespace] = {}
         self._closed = False
         self._next_sweep_s = 0.0
+        self._journal: Journal | None = None
         self._arena_tier = memory
         self._executor = executor
         self._policy: PolicyFactory = POLICIES[config.policy]
@@ -110,6 +112,9 @@ class Store:
             level.open_pool(ns.fingerprint, ns.layout.block_bytes)
         self._add_lane(level.tier)
         self._file = level
+        if self._journal is not None:
+            self._journal.skip()
+            level.keep_journal(self._journal)
         self._lower.insert(0, level)
         self._levels.insert(len(self._levels) - len(self._lower) + 1, level)
         self._admissions.insert(0, (level, self._config.file.admission if self._config.file else "always"))
@@ -126,7 +131,7 @@ class Store:
         """
         self._require_open()
         ns = Namespace(identity, layout, self._config.max_age_s if max_age_s is None else max_age_s)
-        for level in self._slot_levels():
+        for level in self.slot_levels:
             level.open_pool(ns.fingerprint, layout.block_bytes, quotas if level is self._memory else ())
         self._namespaces[ns.digest] = ns
         return ns
@@ -146,7 +151,7 @@ class Store:
         if self._recording is not None:
             self._recording.arrive(request, chain, ns.layout.tokens_per_block)
         keep = len(chain)
-        for level in self._slot_levels():
+        for level in self.slot_levels:
             worth = level.pool(ns.fingerprint).arrive(request, chain)
             keep = worth if level is self._memory else keep
         if self._shared is not None:
@@ -157,7 +162,7 @@ class Store:
         """The request ended."""
         ns = self._namespace_of(chain)
         if ns is not None:
-            for level in self._slot_levels():
+            for level in self.slot_levels:
                 level.pool(ns.fingerprint).finish(request, output_tokens)
         if self._recording is not None:
             self._recording.finish(request, output_tokens)
@@ -316,6 +321,12 @@ class Store:
         """Have ``on_return`` called, in some thread of the store, whenever a copy returns: it is time to ``poll``."""
         self._mover.on_return = on_return
 
+    def keep_journal(self, journal: Journal | None) -> None:
+        """Note every change of RAM and files there from now on; None: nowhere."""
+        self._journal = journal
+        for level in self.slot_levels:
+            level.keep_journal(journal)
+
     def drain(self, timeout_s: float) -> bool:
         """Poll until nothing is in flight, at most ``timeout_s``; whether that was reached."""
         deadline_s = self._clock() + timeout_s
@@ -350,7 +361,7 @@ class Store:
         self._require_open()
         num_forgotten = 0
         self._copies.disown(ns)
-        for level in self._slot_levels():
+        for level in self.slot_levels:
             keys = [key for key in level.pool(ns.fingerprint) if key.startswith(ns.digest)]
             num_forgotten += self._copies.erase(level, ns, keys)
         if self._shared is not None:
@@ -383,19 +394,8 @@ class Store:
         """Counters, and gauges of this moment, by metric and labels."""
         if self._recording is not None:
             self.stats.set("kvstore_unrecorded_requests_total", self._recording.num_left_out)
-        set_gauges(self.stats, self._slot_levels(), self._mover.lanes)
+        set_gauges(self.stats, self.slot_levels, self._mover.lanes)
         return self.stats.snapshot()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of RAM in slots that hold or are being filled with a block."""
-        return self._memory.used_bytes if self._memory else 0
-
-    def num_slots(self, ns: Namespace) -> int:
-        """How many blocks of ``ns`` would fill RAM."""
-        if self._memory is None or self._arena_tier is None:
-            return 0
-        return self._memory.capacity_bytes // self._arena_tier.slot_bytes(ns.layout.block_bytes)
 
     def offsets_bytes(self, ns: Namespace, slots: Sequence[int]) -> list[int]:
         """Where each slot of RAM starts in the arena."""
@@ -403,8 +403,13 @@ class Store:
 
     def check(self) -> None:
         """Prove the invariants of every level; raises AssertionError. For tests and operators."""
-        for level in self._slot_levels():
+        for level in self.slot_levels:
             level.check()
+
+    @property
+    def slot_levels(self) -> list[SlotLevel]:
+        """RAM and files, as far as there are any."""
+        return [level for level in (self._memory, self._file) if level is not None]
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -422,9 +427,6 @@ class Store:
         return self._arena_tier.arena if self._arena_tier else None
 
     # ---- the inside
-
-    def _slot_levels(self) -> list[SlotLevel]:
-        return [level for level in (self._memory, self._file) if level is not None]
 
     def _add_lane(self, tier: Tier) -> None:
         shape = LANE_SHAPES[tier.name]
@@ -458,17 +460,17 @@ class Store:
 
     def _poll(self) -> int:
         num_applied = self._mover.poll()
-        for level in self._slot_levels():
+        for level in self.slot_levels:
             level.poll()
-        self._refits.poll(pool for level in self._slot_levels() for _, pool in level.pools())
+        self._refits.poll(pool for level in self.slot_levels for _, pool in level.pools())
         self._copies.retry_erasures()
         if self._memory is not None:
             self._promotions.poll()
         now_s = self._clock()
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_INTERVAL_S
-            self._upkeep.sweep(self._namespaces.values(), self._slot_levels())
-            self._upkeep.retry_full(self._slot_levels())
+            self._upkeep.sweep(self._namespaces.values(), self.slot_levels)
+            self._upkeep.retry_full(self.slot_levels)
         return num_applied
 
     def _require_open(self) -> None:

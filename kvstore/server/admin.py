@@ -48,9 +48,10 @@ class Admin(AdminServicer):
         self, request: api.EvictBlocksRequest, context: grpc.aio.ServicerContext[api.EvictBlocksRequest, api.BlockCount]
     ) -> api.BlockCount:
         """Make room in RAM, a bounded step at a time."""
-        used_bytes = self._store.used_bytes
+        memory = self._store.slot_levels[0]
+        used_bytes = memory.used_bytes
         num_blocks = 0
-        while used_bytes - self._store.used_bytes < request.num_bytes:
+        while used_bytes - memory.used_bytes < request.num_bytes:
             num_evicted = self._store.evict(EVICT_STEP_BLOCKS)
             if num_evicted == 0:
                 break

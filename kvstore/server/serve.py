@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -142,7 +141,7 @@ async def serving(store: Store, config: Config, tenants: Tenants) -> AsyncIterat
     path = config.server.socket
     host = Host(store, memory, Ranks(store), time.monotonic)
     clients = Clients(host)
-    service = Service(host, clients, secrets.token_bytes(16), __version__, config.server.lease_ms)
+    service = Service(host, clients, tenants, __version__, config.server.lease_ms)
     health = HealthServicer()
     local, admin, remote = (
         grpc.aio.server(options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS) for _ in range(3)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,6 +12,9 @@ from kvstore.api.v1.kvstore_pb2_grpc import KVStoreServicer
 from kvstore.errors import WireError
 from kvstore.server.clients import LEASE_TICKS, Clients
 from kvstore.server.session import Host
+from kvstore.server.tenants import Tenants
+from kvstore.server.watchers import Watchers
+from kvstore.wire import token_of
 
 POLL_INTERVAL_S = 0.05
 """Copies announce themselves; this is for deadlines."""
@@ -19,15 +23,21 @@ REGISTER_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
+NEWS_INTERVAL_S = 0.05
+
+WatchContext = grpc.aio.ServicerContext[api.WatchRequest, api.Changes]
 Context = grpc.aio.ServicerContext[api.SessionRequest, api.SessionReply]
 
 
 class Service(KVStoreServicer):
     """Sessions, and the loop that applies what the mover's threads return."""
 
-    def __init__(self, host: Host, clients: Clients, server_id: bytes, version: str, lease_ms: int) -> None:
+    def __init__(self, host: Host, clients: Clients, tenants: Tenants, version: str, lease_ms: int) -> None:
         self._host = host
+        self._tenants = tenants
+        self._watchers = Watchers(host.store)
         self._clients = clients
+        server_id = secrets.token_bytes(16)
         self._registered = api.Registered(server=server_id, version=version, lease_ms=lease_ms)
         self._tick_s = lease_ms / 1000 / LEASE_TICKS
         self._wake = asyncio.Event()
@@ -83,6 +93,21 @@ class Service(KVStoreServicer):
         finally:
             stream.is_over = True
             self._clients.end(session)
+
+    async def Watch(self, request: api.WatchRequest, context: WatchContext) -> None:  # noqa: N802 - the proto's name
+        """What comes and goes, for as long as somebody wants to know."""
+        tenant = self._tenants.find(token_of(context.invocation_metadata()))
+        if tenant is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not one that this store knows")
+        if not self._watchers.can_add:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch already")
+        last = request.last if request.server == self._registered.server else 0
+        with self._watchers.watcher(tenant, last) as watcher:
+            while True:
+                for changes in watcher.news():
+                    changes.server = self._registered.server
+                    await context.write(changes)
+                await asyncio.sleep(NEWS_INTERVAL_S)
 
 
 class _Stream:

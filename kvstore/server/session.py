@@ -280,7 +280,8 @@ class Session:
         num_held = sum(slots.num_slots for slots in self.client.quarantined)
         num_held += sum(len(write.unnamed) for write in self.writes.values())
         num_held += sum(len(stripes.gatherings) for stripes in self.stripes.values())
-        return max(0, int(MAX_SHARE_WRITTEN * self.host.store.num_slots(ns)) - num_held)
+        num_slots = self.host.memory.capacity_bytes // self.host.memory.slot_bytes(ns.layout.block_bytes)
+        return max(0, int(MAX_SHARE_WRITTEN * num_slots) - num_held)
 
     def _require_room(self, call: int) -> None:
         if call == 0 or call in self.reads or call in self.writes or call in self.stripes:

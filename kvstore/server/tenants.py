@@ -40,12 +40,15 @@ class Tenant:
     model_quotas: Mapping[str, Quota] = field(default_factory=dict)
     fingerprints: set[bytes] = field(default_factory=set)
     """Of the layouts that they have opened."""
+    namespaces: dict[bytes, bytes] = field(default_factory=dict)
+    """The digests of the namespaces that they have opened, and the same as they compute them themselves."""
 
     def open_namespace(
         self, store: Store, memory: DomainMemoryTier, identity: Identity, layout: Layout, max_age_s: int | None
     ) -> Namespace:
         """A namespace that is nobody else's. Raises ``LayoutError`` if a block does not fit a tier."""
         model_quota = self.model_quotas.get(identity.model)
+        own_digest = Namespace(identity, layout).digest
         if self.name:
             # With the model in it, each model of the tenant has a pool that a quota can be of, today or later.
             own = f"{layout.engine_format}\0tenant\0{self.name}\0{identity.model}"
@@ -55,7 +58,9 @@ class Tenant:
         memory.assign(layout.fingerprint, self.domain)
         self.fingerprints.add(layout.fingerprint)
         quotas = [quota for quota in (self.quota, model_quota) if quota is not None]
-        return store.open_namespace(identity, layout, max_age_s=max_age_s, quotas=quotas)
+        ns = store.open_namespace(identity, layout, max_age_s=max_age_s, quotas=quotas)
+        self.namespaces[ns.digest] = own_digest
+        return ns
 
 
 class Tenants:

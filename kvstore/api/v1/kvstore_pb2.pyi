@@ -6,6 +6,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WatchRequest(_message.Message):
+    __slots__ = ("server", "last")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    server: bytes
+    last: int
+    def __init__(self, server: _Optional[bytes] = ..., last: _Optional[int] = ...) -> None: ...
+
+class Changes(_message.Message):
+    __slots__ = ("server", "last", "is_new_beginning", "runs")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    IS_NEW_BEGINNING_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    server: bytes
+    last: int
+    is_new_beginning: bool
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, server: _Optional[bytes] = ..., last: _Optional[int] = ..., is_new_beginning: bool = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("is_here", "tier", "namespace", "digest_bytes", "digests", "parent")
+    IS_HERE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    is_here: bool
+    tier: str
+    namespace: bytes
+    digest_bytes: int
+    digests: bytes
+    parent: bytes
+    def __init__(self, is_here: bool = ..., tier: _Optional[str] = ..., namespace: _Optional[bytes] = ..., digest_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]

@@ -43,6 +43,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionRequest.SerializeToString,
                 response_deserializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvstore.api.v1.KVStore/Watch',
+                request_serializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.Changes.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer(object):
@@ -60,6 +65,15 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What comes and goes in RAM and on file: first everything that is there, then every change. The token comes as
+        metadata, "authorization: Bearer ...", and the blocks are those of its tenant. There are no tokens of text in it,
+        for the sidecar never sees any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -67,6 +81,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionRequest.FromString,
                     response_serializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.WatchRequest.FromString,
+                    response_serializer=kvstore_dot_api_dot_v1_dot_kvstore__pb2.Changes.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -100,6 +119,33 @@ class KVStore(object):
             '/kvstore.api.v1.KVStore/Session',
             kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionRequest.SerializeToString,
             kvstore_dot_api_dot_v1_dot_kvstore__pb2.SessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.api.v1.KVStore/Watch',
+            kvstore_dot_api_dot_v1_dot_kvstore__pb2.WatchRequest.SerializeToString,
+            kvstore_dot_api_dot_v1_dot_kvstore__pb2.Changes.FromString,
             options,
             channel_credentials,
             insecure,
