@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
+from kvstore import __version__
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.replay.capacity import parse_capacity, split_list
 from kvstore.replay.fleet import COMMON, TIERS
 from kvstore.replay.hardware import DEFAULT, HARDWARE, Hardware
-from kvstore.replay.loading import find_hardware, load
+from kvstore.replay.loading import find_hardware, load, save_page
+from kvstore.replay.report.page import REFERENCES, Origin, page
 from kvstore.replay.routing import ROUTERS
 from kvstore.replay.rows import Row, TieredRow
 from kvstore.replay.runs import policy_of, run_of
@@ -28,6 +31,17 @@ from kvstore.replay.tiered import Fleet, replay_tiered
 from kvstore.replay.trace import Requests, Trace, TraceRequest
 
 T = TypeVar("T")
+
+BlockTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens per block: of hashes, where it is not the usual size; of chats, 16 without."),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json, for chats; without it four bytes of text are taken as a token.")
+]
+ReportPath = Annotated[
+    Path | None, typer.Option(help="Write a report with charts to this file; adds lru, belady and infinite.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +130,13 @@ def replay(
     hardware: Annotated[
         str, typer.Option(help=f"Rates and sizes: a TOML file or one of {', '.join(HARDWARE)}.")
     ] = DEFAULT,
-    block_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per block: of hashes, where it is not the usual size; of chats, 16 without."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="A tokenizer.json, for chats; without it four bytes of text are taken as a token."),
-    ] = None,
+    block_tokens: BlockTokens = None,
+    tokenizer: Tokenizer = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Report lines that are no requests and go on without them.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per policy and capacity.")] = False,
+    html: ReportPath = None,
 ) -> None:
     """Replay traces of requests against eviction policies.
 
@@ -136,6 +145,8 @@ def replay(
     profile = find_hardware(hardware)
     layout = None if tiers is None else _layout(tiers, engines, share, routing)
     names = split_list(policy or ("lru,default" if layout else "lru,default,belady,infinite"))
+    if html and layout is None:
+        names = list(dict.fromkeys([*names, *REFERENCES]))
     with _progress() as progress:
         lab = _Lab(names, Config.load(None, os.environ).policy, profile, progress, as_json)
         for path in paths:
@@ -144,6 +155,9 @@ def replay(
                 lab.replay(trace, split_list(capacity))
             else:
                 lab.replay_tiers(trace, layout)
+    if html:
+        origin = Origin(__version__, time.strftime("%-d %B %Y"), shlex.join(["kvstore", *sys.argv[1:]]))
+        save_page(html, page(lab.rows, lab.tiered_rows, origin))
     if not as_json:
         console = Console() if sys.stdout.isatty() else Console(width=160)
         print_rows(console, lab.rows) if layout is None else print_tiered(console, lab.tiered_rows)

@@ -1,4 +1,4 @@
-"""From a path to a trace: the edge where files are opened and bad lines are told."""
+"""Paths to traces, profiles and reports: the edge where files are opened and bad lines are told."""
 
 import gzip
 import sys
@@ -58,6 +58,15 @@ def find_hardware(name: str) -> Hardware:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is no hardware profile: {error}") from error
     return parse_hardware(Path(name).stem, text)
+
+
+def save_page(path: Path, content: str) -> None:
+    """Write a report. Raises ``ConfigError`` if it cannot be written."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _encoder(path: Path) -> chat.Encode:
