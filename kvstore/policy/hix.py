@@ -15,14 +15,15 @@ from math import log2
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.policy.base import Refit
 from kvstore.policy.history import History, Visit, marker_depths
 from kvstore.policy.life_table import (
     NUM_GAPS,
-    OUTPUT_COLUMN,
     SIZES,
     UNKNOWN,
+    Codes,
     Kind,
     LifeTable,
     Match,
@@ -55,10 +56,10 @@ class HIX(Generic[K]):
     def __init__(self) -> None:
         self._capacity_blocks = 0
         self._is_full = False
-        self._segments: Segments[K] = Segments()
         self._history: History[K] = History()
         self._table = LifeTable()
         self._model = first_model()
+        self._segments: Segments[K] = Segments(self._curves(codes_of([UNKNOWN]))[0])
         self._apps: Numbering[K] = Numbering(SIZES.app - 1)
         self._roots: Numbering[K] = Numbering(SIZES.root)
         self._namespaces: Numbering[bytes] = Numbering(SIZES.namespace)
@@ -113,10 +114,9 @@ class HIX(Generic[K]):
         parts = self._running.pop(request.request_id, None)
         if parts is None:
             return
-        traits = [part.traits._replace(output_size=1 + _size(output_tokens)) for part in parts]
-        for part, known, curve in zip(parts, traits, self._curves(traits), strict=True):
-            self._table.set_output(part.observation, known[OUTPUT_COLUMN])
-            self._segments.describe(part, known, curve, part.used_s)
+        for part in parts:
+            self._table.set_output(part.observation, 1 + _size(output_tokens))
+            self._segments.describe(part, part.traits._replace(output_size=1 + _size(output_tokens)), part.used_s)
 
     # ---- blocks
 
@@ -128,7 +128,7 @@ class HIX(Generic[K]):
             depth = above.start + len(above.keys)
             part = above if depth < above.end else above.part_at(depth)
         if part is None or (part.keys and part.keys[-1] != parent):
-            part = self._segment(0 if above is None else above.start + len(above.keys), UNKNOWN)
+            part = Segment(0 if above is None else above.start + len(above.keys), ENDLESS, UNKNOWN, self._now_s)
         self._segments.append(part, key)
 
     def remove(self, key: K) -> None:
@@ -215,16 +215,16 @@ class HIX(Generic[K]):
             (Kind.LAST, last, end, chain[-1]),
         ]
         there = [bound for bound in bounds if bound[1] < bound[2]]
-        kinds = [_of_kind(traits, kind) for kind, *_ in there]
         parts = []
-        for (kind, start, stop, marker), known, curve in zip(there, kinds, self._curves(kinds), strict=True):
-            part: Segment[K] = Segment(start, stop, known, curve, self._now_s)
+        for kind, start, stop, marker in there:
+            known = _of_kind(traits, kind)
+            part: Segment[K] = Segment(start, stop, known, self._now_s)
             part.observation = self._table.open(known, self._now_s)
             self._history.watch(marker, part.observation)
             if kind is Kind.OWN:
                 visit.own = marker, known
             parts.append(part)
-        growth: Segment[K] = Segment(end, ENDLESS, parts[-1].traits, parts[-1].curve, self._now_s)
+        growth: Segment[K] = Segment(end, ENDLESS, traits, self._now_s)
         for part in parts:
             part.parts = [*parts, growth]
         return parts
@@ -267,7 +267,7 @@ class HIX(Generic[K]):
         self._history.watch(marker, self._table.open(traits, self._now_s))
         for segment in left:
             if segment.observation == number:
-                self._segments.describe(segment, traits, self._curves([traits])[0], self._now_s)
+                self._segments.describe(segment, traits, self._now_s)
 
     def _worth(self, parts: Sequence[Segment[K]], num_resident: int, num_blocks: int) -> int:
         """How many leading blocks rank above the ones that would have to leave for them."""
@@ -275,29 +275,29 @@ class HIX(Generic[K]):
         if not self._is_full or num_blocks - num_resident <= free:
             self._ranking.clear()
             return num_blocks
-        segments, indices, lengths = self._segments.ranked(self._now_s)
-        self._ranking = segments[::-1]
+        indices, lengths = self._rank()
+        mine = retention_index(self._model.hazards(codes_of([part.traits for part in parts])), 1)[:, 0]
         below = np.concatenate([[0], np.cumsum(lengths)])
         keep = num_resident
-        for part in parts:
+        for part, index in zip(parts, mine, strict=True):
             start = max(part.start, num_resident)
             if start >= part.end:
                 continue
-            room = free + int(below[np.searchsorted(indices, part.curve[0])]) - (start - num_resident)
+            room = free + int(below[np.searchsorted(indices, index)]) - (start - num_resident)
             keep = min(part.end, start + max(0, room))
             if keep < part.end:
                 break
         return keep
 
-    def _rank(self) -> None:
-        segments, _, _ = self._segments.ranked(self._now_s)
+    def _rank(self) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Put all in order; returns indices and lengths from the lowest index on."""
+        self._segments.refresh(self._curves)
+        segments, indices, lengths = self._segments.ranked(self._now_s)
         self._ranking = segments[::-1]
+        return indices, lengths
 
-    def _segment(self, start: int, traits: Traits) -> Segment[K]:
-        return Segment(start, ENDLESS, traits, self._curves([traits])[0], self._now_s)
-
-    def _curves(self, traits: Sequence[Traits]) -> Floats:
-        return retention_index(self._model.hazards(codes_of(traits)))
+    def _curves(self, traits: Codes) -> Floats:
+        return retention_index(self._model.hazards(traits))
 
 
 def _of_kind(traits: Traits, kind: Kind) -> Traits:

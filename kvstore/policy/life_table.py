@@ -74,6 +74,7 @@ OUTPUT_COLUMN = Traits._fields.index("output_size")
 
 Codes = npt.NDArray[np.int16]
 _ZONES = (AGE_EDGES_S >= OLD_AGE_S).astype(np.intp)  # of each age bin: 0 young, then 1 old
+_FIRST_CODES = np.concatenate([[0], np.cumsum(SIZES[1:-1])])
 _OPEN, _USED, _CENSORED = 0, 1, 2
 
 
@@ -89,23 +90,27 @@ class Observations:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``base`` [SHAPES, NUM_AGES] hazards per second, and for each trait multipliers [size, young or old]."""
+    """``base`` [SHAPES, NUM_AGES] per second, ``multipliers`` [codes of all traits in turn, young or old]."""
 
     base: Floats
-    multipliers: tuple[Floats, ...]
+    multipliers: Floats
 
     def hazards(self, traits: Codes) -> Floats:
         """Of each row of ``traits``, ``[n, NUM_AGES]``."""
-        factors = np.ones((len(traits), 2))
-        for column, multiplier in enumerate(self.multipliers, start=1):
-            factors *= multiplier[traits[:, column]]
-        return self.base[traits[:, 0]] * factors[:, _ZONES]
+        factors = self.multipliers[traits[:, 1:] + _FIRST_CODES].prod(axis=1)
+        hazards: Floats = self.base[traits[:, 0]] * factors[:, _ZONES]
+        return hazards
+
+    def multiplier(self, trait: str, code: int) -> Floats:
+        """Of one code of a trait that is no shape, for young and for old ages."""
+        row: Floats = self.multipliers[_FIRST_CODES[Traits._fields.index(trait) - 1] + code]
+        return row
 
 
 def first_model() -> Model:
     """Before anything was learned: hazards that fall with age, so that the index orders as LRU does."""
     base = np.tile(0.3 / (AGE_EDGES_S + 30.0), (SHAPES, 1))
-    return Model(base, tuple(np.ones((size, 2)) for size in SIZES[1:]))
+    return Model(base, np.ones((sum(SIZES[1:]), 2)))
 
 
 class LifeTable:
@@ -196,7 +201,7 @@ def fit(found: Observations) -> Model:
                 new[:, zone] = (num_observed + SHRINKAGE_EVENTS) / (num_expected + SHRINKAGE_EVENTS)
             factors *= (new / old)[codes]
             multipliers[column] = new
-    return Model(base, tuple(multipliers))
+    return Model(base, np.concatenate(multipliers))
 
 
 def _total(by_zone: Sequence[Floats], factors: Floats, rows: slice) -> Floats:

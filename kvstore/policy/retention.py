@@ -24,14 +24,18 @@ def age_bins(ages_s: Floats) -> npt.NDArray[np.intp]:
     return np.searchsorted(AGE_EDGES_S, ages_s, side="right") - 1
 
 
-def retention_index(hazards: Floats) -> Floats:
-    """Hits per block-second at the start of each age bin; both arrays are ``[n, NUM_AGES]``, per second."""
+def retention_index(hazards: Floats, num_ages: int = NUM_AGES) -> Floats:
+    """Hits per block-second at the start of the first ``num_ages`` bins, ``[n, num_ages]``.
+
+    ``hazards`` are uses per second in every bin, ``[n, NUM_AGES]``.
+    """
     risk = hazards * AGE_WIDTHS_S
     before = np.cumsum(risk, axis=1) - risk
     # Of those that are there at the start of bin i, so many reach bin j, and are held in it so long.
-    reach = np.exp(np.minimum(before[:, :, None] - before[:, None, :], 0.0)) * _IS_AHEAD
+    is_ahead = _IS_AHEAD[:num_ages]
+    reach = np.exp(np.minimum(before[:, :num_ages, None] - before[:, None, :], 0.0)) * is_ahead
     held_s = np.cumsum(reach * (-np.expm1(-risk) / hazards)[:, None, :], axis=2)
     left = reach * np.exp(-risk)[:, None, :]
-    index = np.divide(1.0 - left, held_s, out=np.zeros_like(held_s), where=_IS_AHEAD)
+    index = np.divide(1.0 - left, held_s, out=np.zeros_like(held_s), where=is_ahead)
     best: Floats = index.max(axis=2)
     return best

@@ -6,7 +6,7 @@ had it, from their front. Rule 3: a segment loses blocks to eviction from its ta
 Invariant: each resident key is in exactly one segment; a segment has a row in the tables while it has a key.
 """
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvstore.policy.retention import NUM_AGES, Floats, age_bins
 K = TypeVar("K", bound=Hashable)
 
 ENDLESS = 1 << 62
+MAX_REFRESHED = 64
 MAX_RANKED = 8192
 """More segments than that are ranked a part at a time: a pause has a bound, and a part has nearly as bad a worst."""
 
@@ -27,14 +28,12 @@ Indices = npt.NDArray[np.intp]
 class Segment(Generic[K]):
     """Blocks from depth ``start`` of a chain on, meant to reach ``end`` at most; ``parts`` are those of its request."""
 
-    __slots__ = ("curve", "end", "keys", "observation", "parts", "row", "start", "traits", "used_s")
+    __slots__ = ("end", "keys", "observation", "parts", "row", "start", "traits", "used_s")
 
-    def __init__(self, start: int, end: int, traits: Traits, curve: Floats, used_s: float) -> None:
+    def __init__(self, start: int, end: int, traits: Traits, used_s: float) -> None:
         self.start = start
         self.end = end
         self.traits = traits
-        self.curve = curve
-        """Retention index by age, ``[NUM_AGES]``."""
         self.used_s = used_s
         self.keys: list[K] = []
         self.row = -1
@@ -53,6 +52,7 @@ _ROW = np.dtype(
         ("used_s", np.float64),
         ("length", np.int64),
         ("version", np.int64),
+        ("is_stale", np.bool_),
     ]
 )
 
@@ -60,7 +60,9 @@ _ROW = np.dtype(
 class Segments(Generic[K]):
     """All segments, and a table with a row for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_curve: Floats) -> None:
+        """``first_curve`` is the index by age, ``[NUM_AGES]``, of a segment that ``refresh`` has not come to yet."""
+        self._first_curve = first_curve
         self._of: dict[K, Segment[K]] = {}
         self._table = np.zeros(256, dtype=_ROW)
         self._at: list[Segment[K] | None] = [None] * 256
@@ -119,7 +121,7 @@ class Segments(Generic[K]):
 
     def _split(self, segment: Segment[K], index: int) -> Segment[K]:
         """The blocks from ``index`` on become a segment like this one."""
-        rest: Segment[K] = Segment(segment.start + index, segment.end, segment.traits, segment.curve, segment.used_s)
+        rest: Segment[K] = Segment(segment.start + index, segment.end, segment.traits, segment.used_s)
         keys, segment.keys = segment.keys[index:], segment.keys[:index]
         self._note_length(segment)
         self.give(rest, keys)
@@ -127,9 +129,9 @@ class Segments(Generic[K]):
 
     # ---- rows
 
-    def describe(self, segment: Segment[K], traits: Traits, curve: Floats, used_s: float) -> None:
+    def describe(self, segment: Segment[K], traits: Traits, used_s: float) -> None:
         """Something new is known of ``segment``."""
-        segment.traits, segment.curve, segment.used_s = traits, curve, used_s
+        segment.traits, segment.used_s = traits, used_s
         if segment.row >= 0:
             self._fill(segment)
 
@@ -147,10 +149,14 @@ class Segments(Generic[K]):
         """New curves for the rows that are still as they were in ``rows``."""
         same = np.flatnonzero(self._table["version"][: len(versions)] == versions)
         self._table["curve"][same] = curves[same]
-        for row in same.tolist():
-            segment = self._at[row]
-            if segment is not None:
-                segment.curve = curves[row]
+        self._table["is_stale"][same] = False
+
+    def refresh(self, curves_of: Callable[[Codes], Floats]) -> None:
+        """Curves for some of the segments of which something new is known."""
+        rows = np.flatnonzero(self._table["is_stale"])[:MAX_REFRESHED]
+        if len(rows):
+            self._table["curve"][rows] = curves_of(self._table["traits"][rows])
+            self._table["is_stale"][rows] = False
 
     def _note_length(self, segment: Segment[K]) -> None:
         if segment.keys:
@@ -159,6 +165,7 @@ class Segments(Generic[K]):
             self._table["length"][segment.row] = len(segment.keys)
         elif segment.row >= 0:
             self._table["length"][segment.row] = 0
+            self._table["is_stale"][segment.row] = False
             self._at[segment.row] = None
             self._free.append(segment.row)
             segment.row = -1
@@ -171,13 +178,14 @@ class Segments(Generic[K]):
             self._free = list(range(2 * size - 1, size - 1, -1))
         segment.row = self._free.pop()
         self._at[segment.row] = segment
+        self._table["curve"][segment.row] = self._first_curve
         self._fill(segment)
 
     def _fill(self, segment: Segment[K]) -> None:
         row = segment.row
-        self._table["curve"][row] = segment.curve
         self._table["traits"][row] = segment.traits
         self._table["used_s"][row] = segment.used_s
+        self._table["is_stale"][row] = True
         self._table["version"][row] += 1
 
     # ---- the order of leaving

@@ -62,7 +62,7 @@ def test_a_trait_that_was_never_seen_changes_nothing() -> None:
     table = LifeTable()
     lived(table, QUICK, [5.0] * 300)
     model = fit(table.observations(100.0))
-    assert model.multipliers[Traits._fields.index("root") - 1][77].tolist() == [1.0, 1.0]
+    assert model.multiplier("root", 77).tolist() == [1.0, 1.0]
 
 
 def test_a_kind_has_a_shape_of_its_own() -> None:
