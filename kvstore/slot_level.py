@@ -143,13 +143,15 @@ class SlotLevel:
         self._note_demand(share, num_blocks)
         for quota in share.quotas:
             num_blocks = self._within(quota, share, num_blocks)
-        while (
-            share.pool.num(SlotState.FREE) < num_blocks
-            and share not in self._preparing.values()
-            and (self._take_free(share) or self._take_surplus(share))
-        ):
-            pass
+        self._take_extents(share, num_blocks)
         return share.pool.reserve(num_blocks)
+
+    def make_room(self, fingerprint: bytes, num_blocks: int) -> None:
+        """Let go now what a ``reserve`` of ``num_blocks`` would have to wait for."""
+        share = self._shares[fingerprint]
+        self._take_extents(share, num_blocks)
+        if share not in self._preparing.values():
+            share.pool.evict(num_blocks - share.pool.num(SlotState.FREE))
 
     def poll(self) -> None:
         """Hand over the extents that have been made ready."""
@@ -274,6 +276,15 @@ class SlotLevel:
     def _give(self, share: _Share, extent: int) -> None:
         share.extents.append(extent)
         share.pool.grow(extent * share.slots_per_extent, self._extents.size_bytes(extent) // share.slot_bytes)
+
+    def _take_extents(self, share: _Share, num_blocks: int) -> None:
+        """As many as it takes to have ``num_blocks`` free slots, of those that can be had."""
+        while (
+            share.pool.num(SlotState.FREE) < num_blocks
+            and share not in self._preparing.values()
+            and (self._take_free(share) or self._take_surplus(share))
+        ):
+            pass
 
     def _take_free(self, share: _Share) -> bool:
         extent = self._extents.acquire(share.slot_bytes)

@@ -22,6 +22,7 @@ from kvstore.wire import HEADER_BYTES, frame, frame_bytes, unframe
 
 HELLO_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 4096
+ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,12 @@ class Handshake:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # such as too many open files
+                _log.warning("cannot take in another process: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             if len(self._tasks) > MAX_CONNECTIONS:
                 connection.close()
                 continue

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -56,17 +56,31 @@ class Service(KVStoreServicer):
             except TimeoutError:
                 pass
             self._wake.clear()
-            self._host.store.poll()
-            for session in self._clients.sessions():
-                for reply in session.poll():
-                    session.send(reply)
+            self._guarded(self._poll)
+
+    def _poll(self) -> None:
+        self._host.store.poll()
+        for session in self._clients.sessions():
+            for reply in session.poll():
+                session.send(reply)
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            self._clients.tick()
-            self._host.store.stats.set("kvstore_usable_bytes", self._host.memory.usable_bytes, "memory")
-            self._host.store.snapshot()  # gauges, for those who read the statistics from another thread
+            self._guarded(self._tick)
+
+    def _tick(self) -> None:
+        self._clients.tick()
+        self._host.store.stats.set("kvstore_usable_bytes", self._host.memory.usable_bytes, "memory")
+        self._host.store.snapshot()  # gauges, for those who read the statistics from another thread
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """A bug must not end the loop that everybody depends on."""
+        try:
+            step()
+        except Exception:  # noqa: BLE001 - the edge of the loop
+            _log.exception("a bug in the sidecar; it goes on")
+            self._host.store.stats.inc("kvstore_errors_total", 1, "server.loop")
 
     async def Session(self, requests: AsyncIterator[api.SessionRequest], context: Context) -> None:  # noqa: N802 - the proto's name
         """Handle a client's requests in order, for as long as its stream lasts."""
@@ -85,6 +99,7 @@ class Service(KVStoreServicer):
                 reply = session.handle(request)
                 if reply is not None:
                     await stream.send(reply)
+                    session.prepare()
         except asyncio.CancelledError:
             if not stream.was_ended_here:
                 raise

@@ -29,6 +29,8 @@ MAX_PREFETCH_MS = 600_000
 LONG_CHAIN_BLOCKS = 64
 MAX_SHARE_WRITTEN = 0.5
 """Of the slots of RAM, one client's that have no name yet."""
+MAX_SHARE_AHEAD = 1 / 64
+"""Of the slots of RAM, those that are emptied before somebody needs them."""
 
 Reply = api.SessionReply
 
@@ -87,6 +89,8 @@ class Session:
     writes: dict[int, WriteLease] = field(default_factory=dict)
     stripes: dict[int, Stripes] = field(default_factory=dict)
     prefetches: dict[int, Prefetch] = field(default_factory=dict)
+    expected: tuple[Namespace, int] | None = None
+    """What the next reserve may ask for, like the last one."""
     num_pings: int = 0
     last_pong: int = 0
     latest: tuple[bytes, list[BlockKey]] = (b"", [])
@@ -109,6 +113,14 @@ class Session:
             return None
         reply.call = request.call
         return reply
+
+    def prepare(self) -> None:
+        """After a reply has been sent: do some of what the next request would have to wait for."""
+        if self.expected is not None:
+            ns, num_blocks = self.expected
+            self.expected = None
+            num_ahead = min(num_blocks, int(MAX_SHARE_AHEAD * self._num_slots(ns)))
+            self.host.store.slot_levels[0].make_room(ns.fingerprint, num_ahead)
 
     def poll(self) -> Iterator[Reply]:
         """Answers that have become due."""
@@ -188,6 +200,7 @@ class Session:
         self._require_room(request.call)
         ns = self._namespace(request.reserve.namespace)
         lease = self.host.store.reserve(ns, min(request.reserve.num_blocks, self._num_allowed(ns)))
+        self.expected = ns, lease.num_blocks
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.writes[request.call] = lease
@@ -280,8 +293,11 @@ class Session:
         num_held = sum(slots.num_slots for slots in self.client.quarantined)
         num_held += sum(len(write.unnamed) for write in self.writes.values())
         num_held += sum(len(stripes.gatherings) for stripes in self.stripes.values())
-        num_slots = self.host.memory.capacity_bytes // self.host.memory.slot_bytes(ns.layout.block_bytes)
-        return max(0, int(MAX_SHARE_WRITTEN * num_slots) - num_held)
+        return max(0, int(MAX_SHARE_WRITTEN * self._num_slots(ns)) - num_held)
+
+    def _num_slots(self, ns: Namespace) -> int:
+        """How many blocks of the namespace RAM could hold."""
+        return self.host.memory.capacity_bytes // self.host.memory.slot_bytes(ns.layout.block_bytes)
 
     def _require_room(self, call: int) -> None:
         if call == 0 or call in self.reads or call in self.writes or call in self.stripes:
