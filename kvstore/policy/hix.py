@@ -276,14 +276,17 @@ class HIX(Generic[K]):
             self._ranking.clear()
             return num_blocks
         indices, lengths = self._rank()
-        mine = retention_index(self._model.hazards(codes_of([part.traits for part in parts])), 1)[:, 0]
+        # As coarse as the table, so that of equals the new one stays.
+        mine = retention_index(self._model.hazards(codes_of([part.traits for part in parts])), 1)[:, 0].astype(
+            np.float32
+        )
         below = np.concatenate([[0], np.cumsum(lengths)])
         keep = num_resident
         for part, index in zip(parts, mine, strict=True):
             start = max(part.start, num_resident)
             if start >= part.end:
                 continue
-            room = free + int(below[np.searchsorted(indices, index)]) - (start - num_resident)
+            room = free + int(below[np.searchsorted(indices, index, side="right")]) - (start - num_resident)
             keep = min(part.end, start + max(0, room))
             if keep < part.end:
                 break

@@ -53,6 +53,7 @@ _ROW = np.dtype(
         ("length", np.int64),
         ("version", np.int64),
         ("is_stale", np.bool_),
+        ("grown", np.int64),  # rises with every block that a segment is given: of equals, what grew last stays
     ]
 )
 
@@ -68,6 +69,7 @@ class Segments(Generic[K]):
         self._at: list[Segment[K] | None] = [None] * 256
         self._free = list(range(255, -1, -1))
         self._next_ranked = 0
+        self._num_given = 0
 
     def __len__(self) -> int:
         """Resident blocks."""
@@ -102,13 +104,13 @@ class Segments(Generic[K]):
         """``keys``, which no segment has, lie behind those of ``segment``."""
         segment.keys += keys
         self._of.update(dict.fromkeys(keys, segment))
-        self._note_length(segment)
+        self._note_growth(segment)
 
     def append(self, segment: Segment[K], key: K) -> None:
         """``give`` of one block."""
         segment.keys.append(key)
         self._of[key] = segment
-        self._note_length(segment)
+        self._note_growth(segment)
 
     def remove(self, key: K) -> None:
         """``key`` is no longer resident. Its segment ends before it; what lay behind is a segment of its own."""
@@ -158,6 +160,11 @@ class Segments(Generic[K]):
             self._table["curve"][rows] = curves_of(self._table["traits"][rows])
             self._table["is_stale"][rows] = False
 
+    def _note_growth(self, segment: Segment[K]) -> None:
+        self._note_length(segment)
+        self._num_given += 1
+        self._table["grown"][segment.row] = self._num_given
+
     def _note_length(self, segment: Segment[K]) -> None:
         if segment.keys:
             if segment.row < 0:
@@ -198,7 +205,7 @@ class Segments(Generic[K]):
             self._next_ranked = (self._next_ranked + MAX_RANKED) % len(rows)
         ages = age_bins(np.maximum(0.0, now_s - self._table["used_s"][rows]))
         indices = self._table["curve"][rows, ages].astype(np.float64)
-        order = np.argsort(indices, kind="stable")
+        order = np.lexsort((self._table["grown"][rows], indices))
         rows = rows[order]
         segments = [segment for row in rows.tolist() if (segment := self._at[row]) is not None]
         return segments, indices[order], self._table["length"][rows]

@@ -80,6 +80,19 @@ class PolicyContract:
             assert policy.victim(lambda other, key=key: other == key) == key  # type: ignore[misc]  # a loop's variable
             policy.remove(key)
 
+    def test_blocks_that_no_request_announced_leave_in_the_order_in_which_they_came(self, policy: Policy[Any]) -> None:
+        """An engine that stores and never says what it asks for has a store that works all the same."""
+        policy.resize(100)
+        keys = [[key_of(10 * chain + depth) for depth in range(3)] for chain in range(5)]
+        for chain in keys:
+            for parent, key in zip([None, *chain], chain, strict=False):
+                policy.insert(key, parent)
+        for chain in keys:
+            for leaf in reversed(chain):
+                leaves = {other[-1] for other in keys} | {leaf}
+                assert policy.victim(leaves.__contains__) == leaf
+                policy.remove(leaf)
+
     def test_blocks_are_removed_and_extents_come_and_go(self, policy: Policy[Any]) -> None:
         pool = BlockPool(policy)
         pool.grow(0, 48)
