@@ -31,8 +31,9 @@ check: setup ## Formatting, lint, types, layering, tidiness
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/architecture
 
+# Two workers, a file of tests each; torch with one thread each, since two pools of threads that spin would fight for the cores.
 test: setup ## Every test; make test ARGS="tests/unit -x" for some
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 mutants: setup ## Plant faults in a copy of the product, one at a time, and see the suite kill each
 	$(BIN)/python -m tests.mutants $(ARGS)
