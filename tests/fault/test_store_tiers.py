@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -13,8 +14,9 @@ import pytest
 from kvstore.breaker import FAILURES_TO_OPEN, BreakerState
 from kvstore.store import Store
 from kvstore.testing.valkey import ValkeyServer, wait_until
+from kvstore.tiers.file import FileTier
 from kvstore.tiers.file_directory import BLOCKS, SLOTS
-from kvstore.tiers.file_geometry import ENTRY_BYTES
+from kvstore.tiers.file_geometry import ENTRY_BYTES, file_slot_bytes
 from tests.real_stores import LAYOUT, chain_of, config_of, get, opened, put
 
 
@@ -151,12 +153,14 @@ def test_kill_9_while_writing_loses_no_block_that_was_below(tmp_path: Path) -> N
         child.send_signal(signal.SIGKILL)
         child.stdout.close()
         child.wait()
+        with closing(FileTier([directory], 64 << 20)) as tier:
+            num_on_file = sum(1 for _ in tier.scan())
         with opened(config_of(directory)) as (store, ns):
+            used_bytes = num_on_file * (file_slot_bytes(LAYOUT.block_bytes) + ENTRY_BYTES)
+            assert store.snapshot()["kvstore_used_bytes"]["file",] == used_bytes
             assert stored
             for number in stored:
                 assert get(store, chain_of(ns, 6, number)) == 6
-            before = store.snapshot()["kvstore_used_bytes"]["file",]
-            assert before <= 64 << 20
 
 
 def fill_a_small_disk(mount: Path) -> None:
