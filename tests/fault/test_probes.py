@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.types import BlockKey
 from tests.real_stores import LAYOUT, chain_of, config_of, get, opened, put
 from tests.worlds import world
 
@@ -18,7 +19,7 @@ def test_what_was_accepted_is_readable_after_passing_through_a_small_ram(tmp_pat
     """UX-017, WK-001: written through RAM a third that size, then read back through the same full RAM."""
     memory = f"{RAM_BLOCKS * LAYOUT.block_bytes >> 10}KiB"
     with opened(config_of(tmp_path / "kv", memory=memory)) as (store, ns):
-        accepted = set()
+        accepted: set[BlockKey] = set()
         chains = [chain_of(ns, blocks_per_chain, number) for number in range(NUM_BLOCKS // blocks_per_chain)]
         for chain in chains:
             accepted |= put(store, ns, chain)
