@@ -17,15 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore import __version__, offline
-from kvstore.config import PATH_VARIABLE, Config, FileConfig, effective, gather
+from kvstore.config import PATH_VARIABLE, Config, effective, gather
 from kvstore.doctor import Finding, Verdict, examine
 from kvstore.errors import ConfigError, KVStoreError, OwnershipError
 from kvstore.machine import is_served
-from kvstore.opening import open_file_tier
 from kvstore.quantity import format_size, parse_size
 from kvstore.replay.command import replay
 from kvstore.servers import ServerReport, clear, survey
 from kvstore.tiers.base import StoredBlock
+from kvstore.tiers.file_blocks import FileBlocks, open_existing
+from kvstore.tiers.file_directory import Access, has_store
 from kvstore.types import NAMESPACE_DIGEST_BYTES
 
 EXIT_BAD_NEWS = 1
@@ -104,14 +105,14 @@ def check(
         if not _live().check(_console(), config.server.socket):
             raise typer.Exit(EXIT_BAD_NEWS)
         return
-    with closing(open_file_tier(_existing(config))) as tier:
+    with closing(_files(config, Access.ERASE if repair else Access.LOOK)) as files:
         counts: Counter[str] = Counter()
         broken: list[StoredBlock] = []
-        for block, outcome in offline.verify(tier):
+        for block, outcome in offline.verify(files):
             counts[outcome.value] += 1
             if outcome in offline.BROKEN:
                 broken.append(block)
-        num_erased = offline.erase(tier, broken) if repair else 0
+        num_erased = offline.erase(files, broken) if repair else 0
     if as_json:
         print(json.dumps({"outcomes": counts, "broken": len(broken), "erased": num_erased}, indent=2))
     else:
@@ -150,11 +151,11 @@ def evict(
     if size is not None and config.file is None:
         raise ConfigError("--size is for the file tier, and none is configured: give the store's --config")
     if config.file is not None:
-        with closing(open_file_tier(_existing(config))) as tier:
-            leaving = offline.of_namespace(tier.scan(), digest)
+        with closing(_files(config, Access.ERASE)) as files:
+            leaving = offline.of_namespace(files.scan(), digest)
             if size is not None:
-                leaving = offline.of_size(offline.oldest_leaves(tier.scan()), tier, _size(size))
-            print(f"file: {offline.erase(tier, list(leaving))} blocks freed")
+                leaving = offline.of_size(offline.oldest_leaves(files.scan()), files, _size(size))
+            print(f"file: {offline.erase(files, list(leaving))} blocks freed")
     if config.redis is not None and namespace is not None:
         print(f"redis: {clear(config.redis, digest)} blocks freed")
 
@@ -252,23 +253,20 @@ def _print_servers(servers: list[ServerReport]) -> None:
     _console().print(table)
 
 
-def _existing(config: Config) -> FileConfig:
-    """The file tier of the configuration, if it is there; looking at one must not make one."""
+def _files(config: Config, access: Access) -> FileBlocks:
+    """What lies in the configured directories, however large ``file.capacity`` is: looking at it changes nothing."""
     if config.file is None:
         raise ConfigError("no file tier is configured: give the store's --config, or KVSTORE_FILE_DIRECTORIES")
-    for directory in config.file.directories:
-        if not directory.is_dir():
-            raise ConfigError(f"{directory} is not there: no store has used it yet, or file.directories is wrong")
-    return config.file
+    return open_existing(config.file.directories, access=access)
 
 
 def _file_holdings(config: Config) -> tuple[list[offline.Holding], str]:
     """What lies on file, or why it cannot be looked at now."""
-    if config.file is None or not all(directory.is_dir() for directory in config.file.directories):
+    if config.file is None or not has_store(config.file.directories):
         return [], ""
     try:
-        with closing(open_file_tier(config.file)) as tier:
-            return offline.holdings(tier), ""
+        with closing(_files(config, Access.LOOK)) as files:
+            return offline.holdings(files), ""
     except OwnershipError as error:
         return [], str(error)
 

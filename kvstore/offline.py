@@ -1,7 +1,4 @@
-"""The blocks of a slot tier while no store has it open: what there is, whether it is whole, and making room.
-
-Everything here takes the tier's own calls, so that nobody but the tier knows its format.
-"""
+"""The blocks on file while no store has them open: what there is, whether it is whole, and making room."""
 
 import heapq
 import mmap
@@ -13,7 +10,8 @@ from functools import cached_property
 from itertools import islice
 
 from kvstore.layout import Layout, slot_bytes
-from kvstore.tiers.base import BlockMove, StoredBlock, Tier
+from kvstore.tiers.base import BlockMove, StoredBlock
+from kvstore.tiers.file_blocks import FileBlocks
 from kvstore.types import NAMESPACE_DIGEST_BYTES, Outcome
 
 BATCH_BLOCKS = 16
@@ -25,7 +23,7 @@ BROKEN = (Outcome.DAMAGED, Outcome.ABSENT)
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a tier holds of one namespace."""
+    """What the files hold of one namespace."""
 
     namespace: bytes
     fingerprint: bytes
@@ -46,30 +44,30 @@ class ScannedLayout(Layout):
         return self.found
 
 
-def holdings(tier: Tier) -> list[Holding]:
-    """What the tier holds, by namespace, most bytes first."""
+def holdings(files: FileBlocks) -> list[Holding]:
+    """What the files hold, by namespace, most bytes first."""
     counts = Counter(
-        (block.key[:NAMESPACE_DIGEST_BYTES], block.fingerprint, block.block_bytes) for block in tier.scan()
+        (block.key[:NAMESPACE_DIGEST_BYTES], block.fingerprint, block.block_bytes) for block in files.scan()
     )
     found = [
-        Holding(namespace, fingerprint, block_bytes, num_blocks, num_blocks * tier.slot_bytes(block_bytes))
+        Holding(namespace, fingerprint, block_bytes, num_blocks, num_blocks * files.slot_bytes(block_bytes))
         for (namespace, fingerprint, block_bytes), num_blocks in counts.items()
     ]
     return sorted(found, key=lambda holding: holding.used_bytes, reverse=True)
 
 
-def verify(tier: Tier) -> Iterator[tuple[StoredBlock, Outcome]]:
+def verify(files: FileBlocks) -> Iterator[tuple[StoredBlock, Outcome]]:
     """Read every block and verify it; OK, or what is wrong with it."""
-    for batch in _batches(list(tier.scan())):
+    for batch in _batches(list(files.scan())):
         buffers = [mmap.mmap(-1, slot_bytes(block.block_bytes)) for block in batch]  # whole pages, as O_DIRECT wants
         moves = [_move(block, memoryview(buffer)) for block, buffer in zip(batch, buffers, strict=True)]
-        yield from zip(batch, tier.read(moves, time.monotonic() + BATCH_TIMEOUT_S), strict=True)
+        yield from zip(batch, files.read(moves, time.monotonic() + BATCH_TIMEOUT_S), strict=True)
 
 
-def erase(tier: Tier, blocks: Iterable[StoredBlock]) -> int:
+def erase(files: FileBlocks, blocks: Iterable[StoredBlock]) -> int:
     """Erase ``blocks``; returns how many."""
     moves = [_move(block, memoryview(b"")) for block in blocks]
-    tier.erase(moves)
+    files.erase(moves)
     return len(moves)
 
 
@@ -94,13 +92,13 @@ def of_namespace(blocks: Iterable[StoredBlock], namespace: bytes) -> Iterator[St
     return (block for block in blocks if block.key.startswith(namespace))
 
 
-def of_size(blocks: Iterable[StoredBlock], tier: Tier, num_bytes: int) -> Iterator[StoredBlock]:
-    """The first blocks that together take at least ``num_bytes`` of the tier, or all of them."""
+def of_size(blocks: Iterable[StoredBlock], files: FileBlocks, num_bytes: int) -> Iterator[StoredBlock]:
+    """The first blocks that together take at least ``num_bytes`` of the budget, or all of them."""
     taken_bytes = 0
     for block in blocks:
         if taken_bytes >= num_bytes:
             return
-        taken_bytes += tier.slot_bytes(block.block_bytes)
+        taken_bytes += files.slot_bytes(block.block_bytes)
         yield block
 
 

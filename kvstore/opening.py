@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from kvstore.config import Config, FileConfig, RedisConfig
+from kvstore.config import Config, RedisConfig
 from kvstore.recording import Recording
 from kvstore.store import Store
 from kvstore.tiers.domains import Arenas, DomainMemoryTier
@@ -42,7 +42,9 @@ def _open_tiers(
     config.validate_against_machine()
     file = shared = memory = None
     if config.file is not None:
-        file = open_file_tier(config.file)
+        file = FileTier(
+            config.file.directories, config.file.capacity_bytes, write_bytes_per_day=config.file.write_bytes_per_day
+        )
         undo.callback(file.close)
     if config.redis is not None:
         shared = open_redis_tier(config.redis)
@@ -55,11 +57,6 @@ def _open_tiers(
 
 def _recording(config: Config) -> Recording | None:
     return None if config.record is None else Recording(config.record.directory, config.record.capacity_bytes)
-
-
-def open_file_tier(config: FileConfig) -> FileTier:
-    """The file tier alone, for those who look at it while no store has it open. Raises like ``open_store``."""
-    return FileTier(config.directories, config.capacity_bytes, write_bytes_per_day=config.write_bytes_per_day)
 
 
 def _memory_tier(capacity_bytes: int, num_domains: int) -> MemoryTier:

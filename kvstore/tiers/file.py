@@ -19,22 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from kvstore import header, machine
+from kvstore import machine
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailableError
-from kvstore.header import Header
 from kvstore.quantity import format_size
 from kvstore.tiers import file_slot, superblock
 from kvstore.tiers.base import BlockMove, StoredBlock
 from kvstore.tiers.direct_io import bounce, in_place
+from kvstore.tiers.file_blocks import FileBlocks
 from kvstore.tiers.file_directory import Directory, Pause
-from kvstore.tiers.file_geometry import Geometry, Place, budget_slot_bytes, stride_bytes_for
+from kvstore.tiers.file_geometry import Geometry, budget_slot_bytes, stride_bytes_for
 from kvstore.tiers.file_slot import Run, runs
 from kvstore.tiers.os_files import OsFiles
-from kvstore.tiers.slot_table import ExtentLayout
 from kvstore.tiers.write_ledger import WriteLedger
 from kvstore.types import Outcome
 
@@ -103,68 +101,43 @@ class FileTier:
                 outcomes[position] = outcome
         return outcomes
 
-    def read(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
-        """Fill each buffer from its slot, and verify it."""
-        outcomes = [Outcome.ABSENT] * len(moves)
-        for run in runs(moves, self._geometry):
-            read = [Outcome.LATE] * len(run)
-            if self._clock() < deadline_s:
-                with self._directories[run.first.directory].held() as directory:
-                    read = [Outcome.FAILED] * len(run) if directory is None else self._read_run(directory, run)
-            for position, outcome in zip(run.positions, read, strict=True):
-                outcomes[position] = outcome
-        return outcomes
-
-    def erase(self, moves: Sequence[BlockMove]) -> None:
-        """Clear the header of each block that is still in its slot."""
-        for run in runs(moves, self._geometry):
-            with self._directories[run.first.directory].held() as directory:
-                if directory is not None:
-                    for single in run.singles():
-                        self._erase(directory, single)
-
-    def scan(self) -> Iterator[StoredBlock]:
-        """Every block that the tables name, newest first."""
-        rows = [row for directory in self._directories for row in self._rows(directory)]
-        rows.sort(key=itemgetter(0), reverse=True)
-        if rows:  # a clock that was set back does not make new blocks look old
-            self._sequence = itertools.count(max(rows[0][0] + 1, next(self._sequence)))
-        now_unix_s = self._wall_clock()
-        layouts: dict[int, ExtentLayout | None] = {}
-        for _, directory, extent, index, data in rows:
-            layout = directory.table.layout(extent)
-            if layouts.setdefault(extent, layout) != layout:
-                continue  # in this directory the extent has yet to be handed over
-            entry = directory.table.parse(extent, data)
-            if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
-                continue
-            offset_bytes = self._geometry.grid(entry.block_bytes).offset_bytes(Place(directory.number, extent, index))
-            yield StoredBlock(
-                entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
-            )
-
     def close(self) -> None:
         """Let go of the directories, each as soon as no call is inside it."""
         self._closed.set()
-        for directory in self._directories:
-            directory.close()
+        self._blocks.close()
+
+    def read(self, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
+        """Fill each buffer from its slot, and verify it."""
+        return self._blocks.read(moves, deadline_s)
+
+    def erase(self, moves: Sequence[BlockMove]) -> None:
+        """Clear the header of each block that is still in its slot."""
+        self._blocks.erase(moves)
+
+    def scan(self) -> Iterator[StoredBlock]:
+        """Every block that the tables name, newest first."""
+        yield from self._blocks.scan()
+        # a clock that was set back does not make new blocks look old
+        self._sequence = itertools.count(max(self._blocks.last_sequence + 1, next(self._sequence)))
 
     # ---- for statistics
 
     @property
     def io_mode(self) -> Literal["direct", "buffered"]:
         """``buffered`` as soon as one directory refuses O_DIRECT."""
-        is_direct = all(directory.io_mode == "direct" for directory in self._directories)
+        is_direct = all(directory.io_mode == "direct" for directory in self._directories.values())
         return "direct" if is_direct else "buffered"
 
     @property
     def writes_stopped(self) -> bool:
         """Whether a disk was full when space was last asked of it."""
-        return any(directory.growth.is_stopped or directory.writes.is_stopped for directory in self._directories)
+        return any(
+            directory.growth.is_stopped or directory.writes.is_stopped for directory in self._directories.values()
+        )
 
     def usage_bytes(self) -> int:
         """Disk space that all files take."""
-        return sum(directory.usage_bytes() for directory in self._directories)
+        return sum(directory.usage_bytes() for directory in self._directories.values())
 
     # ---- opening
 
@@ -177,11 +150,12 @@ class FileTier:
             extent_bytes = stride_bytes_for(capacity_bytes, len(paths))
         found = [directory.found for directory in claimed]
         own = superblock.complete(found, [str(path) for path in paths], extent_bytes, os.urandom(16))
-        self._geometry = Geometry(capacity_bytes, own[0].stride_bytes, len(paths))
+        self._geometry = Geometry.within(capacity_bytes, own[0].stride_bytes, len(paths))
         # Old directories first: if this is cut short, those that are still fresh may join later.
         for directory, block in sorted(zip(claimed, own, strict=True), key=lambda pair: pair[0].found is None):
             directory.open(block, self._geometry)
-        self._directories = sorted(claimed, key=lambda directory: directory.number)
+        self._directories = {directory.number: directory for directory in claimed}
+        self._blocks = FileBlocks(self._directories, self._geometry, self._clock, self._wall_clock)
 
     def _open_ledger(self, bytes_per_day: int | None) -> WriteLedger | None:
         if bytes_per_day is None:
@@ -265,60 +239,6 @@ class FileTier:
         directory.writes.resume()
         directory.table.put(first.extent, first.slot, headers)
 
-    def _read_run(self, directory: Directory, run: Run) -> list[Outcome]:
-        """Read the payloads of the run in one operation; where that fails, each by itself."""
-        first, block_bytes = run.first, run.layout.block_bytes
-        if directory.is_lost:
-            return [Outcome.ABSENT] * len(run)
-        num_bytes = -1
-        try:
-            now_unix_s = self._wall_clock()
-            found = [
-                file_slot.expected(data, move, now_unix_s)
-                for data, move in zip(
-                    directory.table.headers(first.extent, first.slot, len(run)), run.moves, strict=True
-                )
-            ]
-            outcomes = [outcome for outcome in found if isinstance(outcome, Outcome)]
-            if len(outcomes) == len(run):
-                return outcomes
-            payloads = [in_place(move.buffer, block_bytes) or bounce(block_bytes) for move in run.moves]
-            num_bytes = directory.read(payloads, run.file_offset_bytes)
-        except OSError as error:
-            directory.report("reading", error)
-        else:
-            if num_bytes == len(run) * run.grid.file_slot_bytes:
-                return [_admit(*of_block) for of_block in zip(found, payloads, run.moves, strict=True)]
-        if len(run) > 1:
-            return [outcome for single in run.singles() for outcome in self._read_run(directory, single)]
-        return [Outcome.FAILED if num_bytes < 0 else Outcome.DAMAGED]
-
-    def _erase(self, directory: Directory, run: Run) -> None:
-        """Erase the one block of ``run``, unless its slot or extent has been given to another."""
-        place, (move,) = run.first, run.moves
-        if directory.table.layout(place.extent) != run.layout:
-            return
-        try:
-            found = header.parse(directory.table.headers(place.extent, place.slot, 1)[0])
-            if found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key):
-                directory.table.clear(place.extent, place.slot)
-        except OSError as error:
-            directory.report("erasing", error)
-
-    def _rows(self, directory: Directory) -> Iterator[tuple[int, Directory, int, int, bytes]]:
-        """Sequence, directory, extent, index and bytes of every entry in a table."""
-        with directory.held() as held:
-            for extent in range(self._geometry.num_extents if held else 0):
-                try:
-                    for sequence, index, data in directory.table.scan(extent, self._num_slots(directory, extent)):
-                        yield sequence, directory, extent, index, data
-                except OSError as error:
-                    directory.report("reading the slot table", error)
-
-    def _num_slots(self, directory: Directory, extent: int) -> int:
-        layout = directory.table.layout(extent)
-        return 0 if layout is None else self._geometry.grid(layout.block_bytes).num_slots(directory.number, extent)
-
 
 def _filled_pages(buffer: memoryview, block_bytes: int) -> memoryview:
     """Whole pages that begin with the block in ``buffer``: those it lies on, or fresh ones."""
@@ -327,19 +247,6 @@ def _filled_pages(buffer: memoryview, block_bytes: int) -> memoryview:
         pages = bounce(block_bytes)
         pages[:block_bytes] = buffer[:block_bytes]
     return pages
-
-
-def _admit(found: Header | Outcome, pages: memoryview, move: BlockMove) -> Outcome:
-    """Verify what was read, and bring it into the buffer if it is not there yet."""
-    if isinstance(found, Outcome):
-        return found
-    payload = pages[: found.block_bytes]
-    if found.checksum != header.checksum(payload):
-        return Outcome.DAMAGED
-    move.created_unix_s = found.created_unix_s
-    if pages.obj is not move.buffer.obj:
-        move.buffer[: len(payload)] = payload
-    return Outcome.OK
 
 
 def _check_room(directories: Sequence[Path], capacity_bytes: int) -> None:

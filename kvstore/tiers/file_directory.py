@@ -14,22 +14,34 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
 from kvstore.errors import ConfigError, OwnershipError
+from kvstore.quantity import format_size
 from kvstore.tiers import superblock
 from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place
 from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full
-from kvstore.tiers.slot_table import ExtentLayout, SlotTable
+from kvstore.tiers.slot_table import ExtentLayout, SlotTable, num_extents_in
 from kvstore.tiers.superblock import SUPERBLOCK_BYTES, Superblock
 from kvstore.types import Outcome
+
+
+class Access(Enum):
+    """What somebody wants of a directory. Only ``OWN`` makes, cuts or lengthens anything."""
+
+    OWN = "own"
+    ERASE = "erase"
+    LOOK = "look"
+
 
 LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER = "lock", "superblock", "blocks", "slots", "ledger"
 
 PREALLOCATE_BYTES = 64 << 20
 """Disk space is taken in steps of this: writing to space that the file owns is a third faster than extending it."""
 
+_LOCK_FLAGS = {Access.OWN: os.O_RDWR | os.O_CREAT, Access.ERASE: os.O_RDWR, Access.LOOK: os.O_RDONLY}
 _NEW_SUPERBLOCK, _PROBE = "superblock.new", "probe"
 _OURS = {LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER, _NEW_SUPERBLOCK, _PROBE}
 _OF_FILE_SYSTEMS = {"lost+found"}
@@ -70,14 +82,18 @@ class Pause:
 
 
 class Directory:
-    """A directory that this process owns. ``claim`` it, look at ``found``, then ``open`` it."""
+    """A directory that this process has for itself. Look at ``found``, then ``open`` it, or ``open_existing``."""
 
     io_mode: Literal["direct", "buffered"] = "direct"
     table: SlotTable
 
-    def __init__(self, path: Path, files: OsFiles, clock: Callable[[], float]) -> None:
-        """Own ``path`` until ``close``. Raises ``OwnershipError``, ``ConfigError``, ``FormatError`` or ``OSError``."""
+    def __init__(self, path: Path, files: OsFiles, clock: Callable[[], float], access: Access = Access.OWN) -> None:
+        """Keep owners away from ``path`` until ``close``; who wants to LOOK shares it with others who do.
+
+        Raises ``OwnershipError``, ``ConfigError``, ``FormatError`` or ``OSError``.
+        """
         self.path = path
+        self._access = access
         self._files = files
         self._fds = ExitStack()
         self._guard, self._growing = threading.Lock(), threading.Lock()
@@ -86,11 +102,15 @@ class Directory:
         self._preallocated: set[tuple[int, int]] = set()
         self._reported: set[tuple[str, int | None]] = set()
         self.growth, self.writes = Pause(clock), Pause(clock)
-        _make(path)
+        self.found: Superblock | None = None
+        if access is Access.OWN:
+            _make(path)
+        elif not (path / SUPERBLOCK).exists():
+            return  # there is nothing to keep anybody away from
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._lock_fd = self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
-            _lock(self._lock_fd, path)
+            self._lock_fd = self._open_file(LOCK, _LOCK_FLAGS[access])
+            _lock(self._lock_fd, path, access)
             self.found = self._read_superblock()
             undo.pop_all()
 
@@ -107,9 +127,35 @@ class Directory:
         self._blocks_fd = self._open_file(BLOCKS, os.O_RDWR | os.O_CREAT)
         self._slots_fd = self._open_file(SLOTS, os.O_RDWR | os.O_CREAT)
         self._ledger_fd = self._open_file(LEDGER, os.O_RDWR | os.O_CREAT)
+        before_bytes = self.usage_bytes()
         self.table = SlotTable(self._files, self._slots_fd, geometry.stride_bytes, geometry.num_extents)
         self._cut_blocks()
+        if (cut_bytes := before_bytes - self.usage_bytes()) > 0:
+            log.warning(
+                "%s: file.capacity is smaller than before: %s were given back, with the blocks that lay there",
+                self.path,
+                format_size(cut_bytes),
+            )
         self._open_direct()
+
+    def open_existing(self, geometry: Geometry) -> None:
+        """Open the files as they are. To be called where a store was ``found``, with extents enough for all of it."""
+        assert self.found is not None
+        self.number = self.found.directory
+        self._blocks_fd = self._open_file(BLOCKS, os.O_RDONLY)
+        self._slots_fd = self._open_file(SLOTS, os.O_RDWR if self._access is Access.ERASE else os.O_RDONLY)
+        self.table = SlotTable(self._files, self._slots_fd, geometry.stride_bytes, geometry.num_extents)
+        try:
+            self._direct_fd = self._open_file(BLOCKS, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _REFUSED_DIRECT:
+                raise
+            self._fall_back(error)
+
+    def num_extents_there(self) -> int:
+        """How many extents the table in a directory that was ``found`` can tell of. Raises ``OSError``."""
+        assert self.found is not None
+        return num_extents_in((self.path / SLOTS).stat().st_size, self.found.stride_bytes)
 
     def again(self, files: OsFiles, clock: Callable[[], float]) -> "Directory":
         """The same part of the same store, opened anew. Raises as the constructor and ``open`` do."""
@@ -324,7 +370,7 @@ class Directory:
         if not path.exists():
             return None
         found = superblock.parse(path.read_bytes(), str(path))
-        if found is None:
+        if found is None and self._access is Access.OWN:
             log.warning("%s is damaged or of an older format: its directory starts afresh", path)
         return found
 
@@ -339,6 +385,11 @@ class Directory:
         finally:
             self._files.close(fd)
         fresh.rename(self.path / SUPERBLOCK)
+
+
+def has_store(paths: Sequence[Path]) -> bool:
+    """Whether some store has used one of the directories."""
+    return any((path / SUPERBLOCK).exists() for path in paths)
 
 
 def _make(path: Path) -> None:
@@ -358,17 +409,33 @@ def _make(path: Path) -> None:
     path.chmod(0o700)
 
 
-def _lock(fd: int, path: Path) -> None:
+def _lock(fd: int, path: Path, access: Access) -> None:
+    is_shared = access is Access.LOOK
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        if not is_shared and _is_looked_at(fd):
+            raise OwnershipError(
+                f"{path} is being looked at by `kvstore stats` or `kvstore check`: try again when that has ended"
+            ) from error
         owner = os.pread(fd, 256, 0).decode(errors="replace").partition("\n")[0] or "another process"
         raise OwnershipError(
             f"{path} belongs to {owner}, which has it open: stop that process or use another directory; several"
             " processes share one through `kvstore serve`"
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, _owner().encode(), 0)
+    if not is_shared:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _owner().encode(), 0)
+
+
+def _is_looked_at(fd: int) -> bool:
+    """Whether those who have the lock share it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True
 
 
 def _owner() -> str:

@@ -48,24 +48,28 @@ class Geometry:
 
     ``stride_bytes`` is from extent to extent in a file, and fixed when a store is made; ``extent_bytes``
     is the same in the budget, or less where the budget has shrunk to less than one extent. ``capacity_bytes`` is what
-    slots can take: what was configured, less what the tier needs for itself.
+    slots can take.
     """
 
-    def __init__(self, configured_bytes: int, stride_bytes: int, num_directories: int) -> None:
-        """Raises ``ConfigError`` where ``configured_bytes`` is too little for a single block."""
-        num_extents = -(-configured_bytes // stride_bytes)
-        overhead_bytes = num_directories * (_DIRECTORY_OVERHEAD_BYTES + num_extents * _PIECE_OVERHEAD_BYTES)
-        self.capacity_bytes = configured_bytes - overhead_bytes
-        if self.capacity_bytes < budget_slot_bytes(1):
-            raise ConfigError(
-                f"the file tier's capacity of {configured_bytes} bytes holds no block: it needs {overhead_bytes} bytes"
-                " for itself; raise file.capacity"
-            )
+    def __init__(self, capacity_bytes: int, stride_bytes: int, num_directories: int) -> None:
+        self.capacity_bytes = capacity_bytes
         self.stride_bytes = stride_bytes
         self.num_directories = num_directories
         self.extent_bytes = min(stride_bytes, self.capacity_bytes)
         self.num_extents = -(-self.capacity_bytes // self.extent_bytes)
         self._grids: dict[int, Grid] = {}
+
+    @classmethod
+    def within(cls, configured_bytes: int, stride_bytes: int, num_directories: int) -> "Geometry":
+        """What fits into ``configured_bytes`` of disk. Raises ``ConfigError`` where that is not a single block."""
+        num_extents = -(-configured_bytes // stride_bytes)
+        overhead_bytes = num_directories * (_DIRECTORY_OVERHEAD_BYTES + num_extents * _PIECE_OVERHEAD_BYTES)
+        if configured_bytes - overhead_bytes < budget_slot_bytes(1):
+            raise ConfigError(
+                f"the file tier's capacity of {configured_bytes} bytes holds no block: it needs {overhead_bytes} bytes"
+                " for itself; raise file.capacity"
+            )
+        return cls(configured_bytes - overhead_bytes, stride_bytes, num_directories)
 
     def grid(self, block_bytes: int) -> "Grid":
         """The slots for blocks of this size."""
@@ -122,5 +126,5 @@ class Grid:
 def stride_bytes_for(configured_bytes: int, num_directories: int) -> int:
     """The stride of a new store: whole pages, and no more than its budget."""
     stride_bytes = extent_bytes_for(configured_bytes)
-    fitting_bytes = Geometry(configured_bytes, stride_bytes, num_directories).extent_bytes
+    fitting_bytes = Geometry.within(configured_bytes, stride_bytes, num_directories).extent_bytes
     return max(PAGE_BYTES, fitting_bytes // PAGE_BYTES * PAGE_BYTES)

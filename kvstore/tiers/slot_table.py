@@ -129,6 +129,11 @@ def entry_offset_bytes(stride_bytes: int, extent: int, index: int) -> int:
     return extent * _region_bytes(stride_bytes) + ENTRY_BYTES * (1 + index)
 
 
+def num_extents_in(table_bytes: int, stride_bytes: int) -> int:
+    """How many extents a file of this length can tell of."""
+    return -(-table_bytes // _region_bytes(stride_bytes))
+
+
 def _region_bytes(stride_bytes: int) -> int:
     """Room for as many headers as an extent of the smallest slots needs; what is not used is a hole."""
     max_slots = stride_bytes // (file_slot_bytes(1) + ENTRY_BYTES)

@@ -49,7 +49,7 @@ class TestFileTier(AdoptingTierContract):
 
     def places_of(self, move: BlockMove) -> tuple[tuple[Path, int], tuple[Path, int]]:
         """The files that a block's header and its payload lie in, and where."""
-        geometry = Geometry(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories)
+        geometry = Geometry.within(CAPACITY_BYTES, EXTENT_BYTES, self.num_directories)
         grid = geometry.grid(move.layout.block_bytes)
         place = grid.place(move.offset_bytes)
         assert place is not None

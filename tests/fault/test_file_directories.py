@@ -334,10 +334,14 @@ def test_usage_is_the_same_after_a_restart(tmp_path: Path) -> None:
         assert len(list(tier.scan())) == num_blocks
 
 
-def test_a_smaller_capacity_keeps_what_fits_and_gives_the_rest_back(tmp_path: Path) -> None:
-    """CR-018."""
+def test_a_smaller_capacity_keeps_what_fits_and_gives_the_rest_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CR-018: and says so, since it may have been a slip."""
     with opened(tmp_path, capacity_bytes=16 << 20) as tier:
         fill(tier, 65536)
+    with opened(tmp_path, capacity_bytes=16 << 20):
+        assert "smaller than before" not in caplog.text
     for capacity_bytes in (9 << 20, 3 << 20):
         with opened(tmp_path, capacity_bytes=capacity_bytes) as tier:
             assert tier.usage_bytes() <= capacity_bytes
@@ -346,6 +350,8 @@ def test_a_smaller_capacity_keeps_what_fits_and_gives_the_rest_back(tmp_path: Pa
             assert len(found) * 65_792 > capacity_bytes * 0.9
             assert all(block.offset_bytes + 65_792 <= tier.capacity_bytes for block in found)
             assert min(readable(tier, range(1))) == 0
+            assert "smaller than before" in caplog.text
+            caplog.clear()
             assert fill(tier, 65536) == len(found)
 
 

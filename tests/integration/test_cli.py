@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import OwnershipError
 from kvstore.layout import Layout
 from kvstore.testing.blocks import full_move, key_of, layout_of
 from kvstore.testing.valkey import ValkeyServer
 from kvstore.tiers.base import BlockMove
 from kvstore.tiers.file import FileTier
-from kvstore.tiers.file_directory import BLOCKS
+from kvstore.tiers.file_blocks import open_existing
+from kvstore.tiers.file_directory import BLOCKS, LOCK, Access
 from kvstore.tiers.redis import RedisTier
 from kvstore.types import BlockKey, Outcome
 
@@ -253,6 +255,61 @@ def test_check_names_the_process_that_has_the_files_open(directory: Path) -> Non
 def test_check_makes_no_store_where_none_is(tmp_path: Path) -> None:
     assert_error(on_file(tmp_path / "nothing", "check"), "not there")
     assert not (tmp_path / "nothing").exists()
+
+
+def files_in(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Everything that a look may not change."""
+    return {
+        found.name: (found.stat().st_mtime_ns, found.stat().st_blocks, found.read_bytes())
+        for found in sorted(directory.iterdir())
+    }
+
+
+@pytest.mark.parametrize("words", [("stats",), ("check",)])
+@pytest.mark.parametrize("capacity", ["128KiB", "1GiB"])
+def test_looking_changes_nothing_whatever_the_capacity(directory: Path, words: tuple[str, ...], capacity: str) -> None:
+    """A shell that has another configuration than the engine: what is looked at is what is there."""
+    before = files_in(directory)
+    environment = {"KVSTORE_FILE_DIRECTORIES": str(directory), "KVSTORE_FILE_CAPACITY": capacity}
+    result = kvstore(*words, **environment)
+    assert result.returncode == 0, result.stderr
+    if "check" in words:
+        assert "5" in result.stdout
+    else:
+        assert NAMESPACE.hex() in result.stdout
+        assert OTHER.hex() in result.stdout
+    assert files_in(directory) == before
+
+
+def test_repair_and_evict_cut_nothing_off(directory: Path) -> None:
+    """They erase blocks, and leave the size of the store to its owner."""
+    environment = {"KVSTORE_FILE_DIRECTORIES": str(directory), "KVSTORE_FILE_CAPACITY": "128KiB"}
+    sizes = {name: len(data) for name, (_, _, data) in files_in(directory).items() if name != LOCK}
+    assert kvstore("check", "--repair", **environment).returncode == 0
+    assert kvstore("evict", "--namespace", OTHER.hex(), **environment).stdout == "file: 2 blocks freed\n"
+    assert {name: len(data) for name, (_, _, data) in files_in(directory).items() if name != LOCK} == sizes
+    assert "3 blocks" in on_file(directory, "check").stdout
+
+
+@pytest.mark.parametrize("command", ["stats", "check"])
+def test_looking_into_an_empty_directory_makes_nothing(tmp_path: Path, command: str) -> None:
+    tmp_path.chmod(0o755)
+    result = on_file(tmp_path, command)
+    if command == "stats":
+        assert "no blocks" in result.stdout
+    else:
+        assert_error(result, "not there")
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_two_may_look_at_once_and_an_owner_waits_for_them(directory: Path) -> None:
+    with closing(open_existing([directory], access=Access.LOOK)):
+        assert on_file(directory, "check").returncode == 0
+        with pytest.raises(OwnershipError, match="looked at"):
+            FileTier([directory], 64 << 20)
+    with closing(FileTier([directory], 64 << 20)) as tier:
+        assert len(list(tier.scan())) == 5
 
 
 def test_evict_frees_a_namespace_or_a_size_on_file(directory: Path) -> None:

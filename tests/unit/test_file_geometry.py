@@ -16,7 +16,7 @@ from kvstore.tiers.file_geometry import (
 )
 
 geometries = st.builds(
-    lambda capacity, stride, directories: Geometry(capacity * 16384, stride * PAGE_BYTES, directories),
+    lambda capacity, stride, directories: Geometry.within(capacity * 16384, stride * PAGE_BYTES, directories),
     st.integers(120, 600),
     st.integers(40, 400),
     st.integers(1, 4),
@@ -79,7 +79,7 @@ def test_where_no_slot_starts_there_is_no_place(geometry: Geometry, block_bytes:
 
 
 def test_runs_take_turns_between_directories() -> None:
-    geometry = Geometry(64 << 20, 16 << 20, 3)
+    geometry = Geometry.within(64 << 20, 16 << 20, 3)
     grid = geometry.grid(1 << 20)
     slot_bytes = budget_slot_bytes(1 << 20)
     directories = [grid.place(slot * slot_bytes) for slot in range(8)]
@@ -87,7 +87,7 @@ def test_runs_take_turns_between_directories() -> None:
 
 
 def test_a_budget_that_shrank_below_an_extent_is_one_short_extent() -> None:
-    geometry = Geometry(1 << 20, 16 << 20, 1)
+    geometry = Geometry.within(1 << 20, 16 << 20, 1)
     assert geometry.num_extents == 1
     assert geometry.extent_bytes == geometry.capacity_bytes < 1 << 20
     grid = geometry.grid(4096)
@@ -98,11 +98,11 @@ def test_a_budget_that_shrank_below_an_extent_is_one_short_extent() -> None:
 @given(st.integers(1 << 16, 1 << 42), st.integers(1, 8))
 def test_a_new_store_can_use_nearly_all_of_its_budget(configured_bytes: int, num_directories: int) -> None:
     configured_bytes += num_directories << 16
-    geometry = Geometry(configured_bytes, stride_bytes_for(configured_bytes, num_directories), num_directories)
+    geometry = Geometry.within(configured_bytes, stride_bytes_for(configured_bytes, num_directories), num_directories)
     assert geometry.stride_bytes % PAGE_BYTES == 0
     assert configured_bytes * 0.999 - num_directories * 12 * PAGE_BYTES <= geometry.capacity_bytes < configured_bytes
 
 
 def test_a_budget_for_no_block_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"file\.capacity"):
-        Geometry(20_000, 20_000, 1)
+        Geometry.within(20_000, 20_000, 1)
