@@ -268,9 +268,9 @@ class Copies:
             flights.end(flight)
 
         def settle(outcomes: list[Outcome]) -> None:
+            is_disowned = self._disownments.get(ns.digest, 0) != disowned
             if abandoned:
-                for slot in slots:
-                    level.reclaim_write(ns, slot)
+                self._reclaim(level, ns, moves, slots, is_disowned=is_disowned)
             else:
                 self._count(level, WRITE, moves, outcomes)
                 for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
@@ -280,7 +280,7 @@ class Copies:
                         level.refuse_write(ns, slot)
                     else:
                         level.abort_write(ns, slot)
-                if self._disownments.get(ns.digest, 0) != disowned:
+                if is_disowned:
                     self.erase(level, ns, [move.key for move in moves])
             on_return(moves, outcomes)
 
@@ -296,6 +296,19 @@ class Copies:
             return False
         flight = flights.begin(moves)
         return True
+
+    def _reclaim(
+        self, level: Level, ns: Namespace, moves: Sequence[BlockMove], slots: Sequence[int], *, is_disowned: bool
+    ) -> None:
+        """A write that was given up has returned: its slots are free, after what it wrote of a cleared namespace."""
+        if not is_disowned:
+            for slot in slots:
+                level.reclaim_write(ns, slot)
+            return
+        for move in moves:
+            level.begin_erase(ns, move.key)  # a shared tier has it under its key
+        self._erasures.append(_Erasure(level, ns, list(zip(slots, moves, strict=True))))
+        self.retry_erasures()
 
     def _read(self, level: Level, moves: Sequence[BlockMove], deadline_s: float) -> list[Outcome]:
         """In a mover thread: read, and erase what is broken while its slots are still pinned."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvstore.namespace import Namespace
 from kvstore.tiers.base import Probing, Tier
-from kvstore.types import BlockKey
+from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey
 
 MAX_HINTS = 1 << 20
 HINT_AGE_S = 600.0
@@ -31,6 +31,8 @@ class SharedLevel:
         self._ttl_s = ttl_s
         self._clock = clock
         self._seen_at_s: OrderedDict[BlockKey, float] = OrderedDict()
+        self._clearing: dict[bytes, int] = {}
+        """Namespaces that are being cleared, and how many tries must still go well: no hint of them is kept."""
 
     @property
     def num_hints(self) -> int:
@@ -41,6 +43,8 @@ class SharedLevel:
         """The tier has these keys, as a probe or a write has just shown."""
         now_s = self._clock()
         for key in keys:
+            if self._clearing and key[:NAMESPACE_DIGEST_BYTES] in self._clearing:
+                continue
             self._seen_at_s[key] = now_s
             self._seen_at_s.move_to_end(key)
         while len(self._seen_at_s) > MAX_HINTS:
@@ -88,14 +92,26 @@ class SharedLevel:
         """Drop the hint."""
         self._seen_at_s.pop(key, None)
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Drop every hint of a namespace."""
+    @property
+    def clearing(self) -> list[bytes]:
+        """Namespaces of which the tier may have blocks that were to be erased: nothing is read or written of them."""
+        return list(self._clearing)
+
+    def begin_clear(self, namespace: bytes) -> None:
+        """The tier is to erase a namespace. One that is being cleared already is cleared once more after that."""
+        self._clearing[namespace] = 2 if namespace in self._clearing else 1
         for key in [key for key in self._seen_at_s if key.startswith(namespace)]:
             del self._seen_at_s[key]
 
+    def end_clear(self, namespace: bytes, *, whole: bool) -> None:
+        """One try has ended. After a failure two must go well: what the server had yet to do may follow one."""
+        self._clearing[namespace] = self._clearing[namespace] - 1 if whole else 2
+        if not self._clearing[namespace]:
+            del self._clearing[namespace]
+
     def begin_write(self, ns: Namespace, num_blocks: int) -> list[int]:
-        """Room is the server's business."""
-        return [0] * num_blocks
+        """Room is the server's business; there is none for what a clearing would erase."""
+        return [] if ns.digest in self._clearing else [0] * num_blocks
 
     def commit_write(
         self,
@@ -121,9 +137,9 @@ class SharedLevel:
         """Nothing was quarantined."""
 
     def begin_erase(self, ns: Namespace, key: BlockKey) -> int | None:
-        """Drop the hint; the block may be there without one."""
-        self.forget(ns, key)
-        return 0
+        """A write has returned after its namespace was cleared: clear it again."""
+        self.begin_clear(ns.digest)
+        return None
 
     def end_erase(self, ns: Namespace, slot: int) -> None:
         """Nothing was held."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvstore.breaker import BreakerState
+from kvstore.clearing import Clearing
 from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
@@ -64,6 +65,7 @@ class Store:
         self._mover = Mover(clock)
         self._copies = Copies(self._mover, self.stats, wall)
         self._upkeep = Upkeep(self._copies, self._mover)
+        self._clearing = Clearing(self._copies, self._mover)
         self._refits = Refits(executor("policy", 1))
         self._namespaces: dict[bytes, Namespace] = {}
         self._closed = False
@@ -118,6 +120,7 @@ class Store:
         self._lower.insert(0, level)
         self._levels.insert(len(self._levels) - len(self._lower) + 1, level)
         self._admissions.insert(0, (level, self._config.file.admission if self._config.file else "always"))
+        self._clearing.catch_up(level)
 
     # ---- namespaces
 
@@ -328,9 +331,9 @@ class Store:
             level.keep_journal(journal)
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until nothing is in flight, at most ``timeout_s``; whether that was reached."""
+        """Poll until nothing is in flight or waits to be erased, at most ``timeout_s``; whether that was reached."""
         deadline_s = self._clock() + timeout_s
-        while self._mover.num_in_flight or self._copies.num_erasures_waiting:
+        while self._mover.num_in_flight or self._copies.num_erasures_waiting or self._clearing.num_waiting:
             if self._clock() >= deadline_s:
                 return False
             self._mover.wait(min(0.05, max(0.0, deadline_s - self._clock())))
@@ -356,18 +359,12 @@ class Store:
     def clear(self, ns: Namespace) -> int:
         """Forget a namespace in every level at once, erase its bytes in the background; returns blocks forgotten.
 
-        Copies of it that are in flight count for nothing when they return.
+        Copies of it that are in flight count for nothing when they return. Until a shared tier has erased it, that
+        level answers nothing of it; a server that is down is tried again every second.
         """
         self._require_open()
-        num_forgotten = 0
-        self._copies.disown(ns)
-        for level in self.slot_levels:
-            keys = [key for key in level.pool(ns.fingerprint) if key.startswith(ns.digest)]
-            num_forgotten += self._copies.erase(level, ns, keys)
-        if self._shared is not None:
-            self._shared.forget_namespace(ns.digest)
-            self._upkeep.clear(self._shared, ns)
-        return num_forgotten
+        self._require_ours(ns)
+        return self._clearing.clear(ns, self.slot_levels, self._shared)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish what is in flight for up to ``timeout_s``, then let go; a stuck tier is not waited for. Idempotent."""
@@ -376,6 +373,7 @@ class Store:
         if self._memory is not None:
             self._promotions.close()
         self.drain(timeout_s)
+        self._clearing.warn()
         self._closed = True
         self._mover.close()
         self._refits.close()
@@ -471,6 +469,7 @@ class Store:
             self._next_sweep_s = now_s + SWEEP_INTERVAL_S
             self._upkeep.sweep(self._namespaces.values(), self.slot_levels)
             self._upkeep.retry_full(self.slot_levels)
+            self._clearing.retry()
         return num_applied
 
     def _require_open(self) -> None:

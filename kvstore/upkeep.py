@@ -1,4 +1,4 @@
-"""What a store does beside requests: erase what is too old, renew and clear on a shared tier. Owner thread only."""
+"""What a store does beside requests: erase what is too old, renew on a shared tier. Owner thread only."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,6 @@ from kvstore.types import BlockKey, Outcome
 SWEEP_SLOTS = 4096
 RETRY_FULL_S = 30.0
 """How long a place on a tier that was full is left alone."""
-CLEAR_TIMEOUT_S = 10.0
 
 
 class Upkeep:
@@ -54,19 +53,6 @@ class Upkeep:
 
         self._mover.submit(shared.name, Ticket(work, len(keys), 0, deadline_s, finish, abandon=_nothing))
 
-    def clear(self, shared: SharedLevel, ns: Namespace) -> None:
-        """Erase a namespace on the shared tier."""
-        deadline_s = self._mover.clock() + CLEAR_TIMEOUT_S
-
-        def work() -> list[Outcome]:
-            return [Outcome.FAILED if shared.tier.clear(ns.digest, deadline_s) is None else Outcome.OK]
-
-        self._mover.submit(shared.name, Ticket(work, 1, 0, deadline_s, _ignore, abandon=_nothing))
-
 
 def _nothing() -> None:
     """There is nothing to give up."""
-
-
-def _ignore(outcomes: list[Outcome]) -> None:
-    """There is nothing to settle."""

@@ -138,7 +138,7 @@ class DictSharedTier:
         self.renewed.extend(keys)
         return self.probe(keys, deadline_s)
 
-    def clear(self, namespace: bytes, deadline_s: float) -> int:
+    def clear(self, namespace: bytes, deadline_s: float) -> int | None:
         """Forget every key of a namespace."""
         keys = [key for key in self.kept if key[:NAMESPACE_DIGEST_BYTES] == namespace]
         for key in keys:

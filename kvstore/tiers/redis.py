@@ -26,6 +26,8 @@ from kvstore.tiers.redis_wire import ServerError, Wire
 from kvstore.types import BlockKey, Outcome
 
 ERASE_TIMEOUT_S = 0.5
+STEP_TIMEOUT_S = 2.0
+"""Of one exchange while a namespace is cleared: there may be many, and a server that hangs shall hold up no thread."""
 MAX_LANES = 8
 
 _log = logging.getLogger(__name__)
@@ -140,15 +142,29 @@ class RedisTier:
         return [outcomes[key] for key in keys]
 
     def clear(self, namespace: bytes, deadline_s: float) -> int | None:
-        """SCAN every server for the namespace and UNLINK what is found; returns how many blocks that were."""
+        """SCAN every server for the namespace and UNLINK what is found; returns how many blocks that were.
+
+        None, with what there is on the servers that answered erased, where one did not, or not within a moment.
+        """
+        try:
+            nodes = self._topology.primaries(_soon(deadline_s))
+        except OSError as error:
+            self._troubles.note(self._label, "clear", f"a namespace cannot be cleared: {error}")
+            return None
+        erased = [self._clear(node, namespace, deadline_s) for node in nodes]
+        return None if None in erased else sum(num_blocks or 0 for num_blocks in erased)
+
+    def _clear(self, node: Node, namespace: bytes, deadline_s: float) -> int | None:
         num_erased = 0
         try:
-            for node in self._topology.primaries(deadline_s):
-                with node.wire(deadline_s) as wire:
-                    for num_blocks in pipeline.clear(wire, value.pattern(namespace), deadline_s):
-                        num_erased += num_blocks
+            with node.wire(_soon(deadline_s)) as wire:
+                names = value.pattern(namespace)
+                for num_blocks in pipeline.clear(wire, names, lambda: _soon(deadline_s)):
+                    num_erased += num_blocks
         except OSError as error:
-            _log.warning("redis tier: clearing a namespace ended early, after %d blocks: %s", num_erased, error)
+            self._topology.lost(node)
+            text = f"clearing a namespace ended early, after {num_erased} blocks: {error}"
+            self._troubles.note(str(node.endpoint), "clear", text)
             return None
         return num_erased
 
@@ -245,6 +261,11 @@ class RedisTier:
         self._advised.add(node)
         if isinstance(info, bytes) and (advice := memory_advice(info, self._ttl_s)):
             self._troubles.note(str(node.endpoint), "memory", advice)
+
+
+def _soon(deadline_s: float) -> float:
+    """The deadline of one step of a long errand."""
+    return min(deadline_s, time.monotonic() + STEP_TIMEOUT_S)
 
 
 def _outcomes(answers: Iterable[Outcome | ServerError | OSError]) -> list[Outcome]:

@@ -6,7 +6,7 @@ must hold for us, and a deadline is noticed soon.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvstore.codecs.base import Buffer, Codec
@@ -34,14 +34,14 @@ def command(wire: Wire, commands: Sequence[Command], expected: type[T], deadline
             yield reply
 
 
-def clear(wire: Wire, pattern: bytes, deadline_s: float) -> Iterator[int]:
-    """UNLINK every name like ``pattern``; yields numbers of blocks that went."""
+def clear(wire: Wire, pattern: bytes, deadline_s: Callable[[], float]) -> Iterator[int]:
+    """UNLINK every name like ``pattern``, each step by the ``deadline_s`` of then; yields how many blocks went."""
     cursor = b"0"
     while True:
-        (reply,) = wire.ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)], deadline_s)
+        (reply,) = wire.ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)], deadline_s())
         match reply:
             case [bytes(cursor), list(names)]:
-                gone = list(command(wire, [(b"UNLINK", name) for name in names], int, deadline_s))
+                gone = list(command(wire, [(b"UNLINK", name) for name in names], int, deadline_s()))
                 if errors := [reply for reply in gone if not isinstance(reply, int)]:
                     raise OSError(f"{len(errors)} names were not unlinked: {errors[0]}")
                 yield sum(reply == 1 and value.is_head(name) for name, reply in zip(names, gone, strict=True))

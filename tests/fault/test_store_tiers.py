@@ -188,3 +188,33 @@ def test_a_full_disk_is_no_failure(tmp_path: Path) -> None:
     command = [*prefix, "sh", "-c", script, "sh", sys.executable, "-c", program]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("how", ["hung", "killed"])
+def test_a_namespace_cleared_while_its_server_is_away_is_gone_when_it_is_back(how: str) -> None:
+    """WK-019: nothing of it is served meanwhile, and nothing is left in the end."""
+    with ValkeyServer() as server, opened(config_of(redis=server.url), 1.0) as (store, ns):
+        chain = chain_of(ns, 20)
+        put(store, ns, chain)
+        assert store.drain(10)
+        if how == "hung":
+            server.pause()
+        else:
+            server.kill()
+        for number in range(FAILURES_TO_OPEN):
+            get(store, chain_of(ns, 5, number + 1), seconds=0.1)
+        assert store.clear(ns) == 20
+        assert get(store, chain, seconds=0.1) == 0
+        if how == "hung":
+            server.resume()
+            assert store.lookup(chain).found == 0
+        else:
+            server.start()
+            with opened(config_of(redis=server.url)) as (other, _):  # as if its blocks had been saved
+                put(other, ns, chain)
+        assert store.drain(20)
+        assert server.command("DBSIZE") == 0
+        assert get(store, chain, seconds=0.5) == 0
+        put(store, ns, chain)
+        assert store.drain(10)
+        assert server.command("DBSIZE") == 20

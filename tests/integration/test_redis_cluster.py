@@ -147,6 +147,19 @@ def test_a_hung_server_costs_its_own_blocks_alone(servers: list[ValkeyServer], t
     wait_until(lambda: tier.read(empty(some), soon()) == [OK] * 60, "the server to be back in use")
 
 
+def test_a_dead_server_does_not_keep_the_others_from_being_cleared(
+    servers: list[ValkeyServer], tier: RedisTier
+) -> None:
+    """And the answer is not that all was erased."""
+    assert tier.write(full(keys(60)), soon()) == [OK] * 60
+    servers[0].kill()
+    assert tier.clear(NAMESPACE, soon()) is None
+    assert [int(server.command("DBSIZE")) for server in servers[1:]] == [0, 0]
+    servers[0].start()
+    wait_until(lambda: tier.write(full(keys(60)), soon()) == [OK] * 60, "the server to be back in use")
+    assert tier.clear(NAMESPACE, soon()) == 60
+
+
 def test_a_killed_server_costs_its_own_blocks_and_comes_back(servers: list[ValkeyServer], tier: RedisTier) -> None:
     """CR-024."""
     some = keys(60)
