@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test mutants soak demo bench-tiers bench-sidecar protos lock
+.PHONY: help setup check test mutants soak demo bench-tiers bench-sidecar bench-peers protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,6 +49,9 @@ bench-tiers: setup ## Speed of every tier beside its limit: build/bench-tiers.js
 
 bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: build/bench-sidecar.json
 	$(BIN)/python -m bench.sidecar $(ARGS)
+
+bench-peers: setup ## The same work beside LMCache, Mooncake Store and AIBrix, each in an environment of its own
+	$(BIN)/python -m bench.peers $(ARGS)
 
 protos: setup ## Generate kvstore/api from protos/; make check tells when it is stale
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/kvstore/api/v1/*.proto

@@ -1,13 +1,12 @@
 """What an engine does with the store, and the memory it does it from: blocks of one layout, in fresh chains."""
 
 import itertools
-import mmap
 import time
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from bench.pages import noise, on_pages
 from kvstore.block_store import BlockStore
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
@@ -20,23 +19,9 @@ STEP_BYTES = 32 << 20
 """What an engine commits at a time: the blocks of one chunk of a prefill."""
 PATIENCE_S = 60.0
 
-Bytes = npt.NDArray[np.uint8]
-
 
 def layout_of(block_bytes: int) -> Layout:
     return Layout("uint8", 1, 1, (block_bytes // TOKENS_PER_BLOCK,), TOKENS_PER_BLOCK)
-
-
-def on_pages(num_blocks: int, block_bytes: int) -> Bytes:
-    """Memory for blocks, one a row, that starts on a page as an engine's own would."""
-    return np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, block_bytes)
-
-
-def noise(num_blocks: int, block_bytes: int) -> Bytes:
-    """Blocks that differ and do not compress."""
-    blocks = on_pages(num_blocks, block_bytes)
-    blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, dtype=np.uint8)
-    return blocks
 
 
 class Engine:

@@ -15,7 +15,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from bench.engine_side import layout_of, noise
+from bench.engine_side import layout_of
+from bench.pages import Bytes, noise
 from bench.report import build_folder
 from bench.scale import MIB, Scale
 from bench.turns import Row, Work, rows
@@ -103,23 +104,23 @@ def bare_loops(bare: BareFile, block_bytes: int, num_bytes: int) -> tuple[dict[s
     )
 
 
-def _rows_of(block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
-    num_blocks = max(1, scale.file_bytes // block_bytes)
-    num_bytes = num_blocks * block_bytes
-    layout = layout_of(block_bytes)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=build_folder())))
-        lane = stack.enter_context(closing(Lane()))
-        arena = stack.enter_context(closing(Arena(num_blocks * slot_bytes(block_bytes))))
-        tier = stack.enter_context(closing(FileTier([folder / "tier"], 2 * num_bytes + 64 * MIB)))
-        np.frombuffer(arena.view(0, num_bytes), dtype=np.uint8)[:] = noise(num_blocks, block_bytes).reshape(-1)
-        bare = stack.enter_context(closing(BareFile(folder / "bare", arena.view(0, num_bytes), lane)))
+class TierFiles:
+    """Blocks in an arena and their slots in the file tier: all of them written, or read, by the threads of its lane."""
+
+    def __init__(self, folder: Path, block_bytes: int, num_blocks: int, lane: Lane, stack: ExitStack) -> None:
+        stride, num_bytes = slot_bytes(block_bytes), num_blocks * block_bytes
+        arena = stack.enter_context(closing(Arena(num_blocks * stride)))
+        self.memory = arena.view(0, num_blocks * stride)
+        self.blocks: Bytes = np.frombuffer(self.memory, dtype=np.uint8).reshape(num_blocks, stride)[:, :block_bytes]
+        self.blocks[:] = noise(num_blocks, block_bytes)
+        tier = stack.enter_context(closing(FileTier([folder], 2 * num_bytes + 64 * MIB)))
+        layout = layout_of(block_bytes)
         moves = [
             BlockMove(
                 key=key_of(number),
                 parent=key_of(number - 1) if number else None,
                 layout=layout,
-                buffer=arena.view(number * slot_bytes(block_bytes), slot_bytes(block_bytes)),
+                buffer=arena.view(number * stride, stride),
                 offset_bytes=_offset_bytes(tier, block_bytes, number),
                 created_unix_s=int(time.time()),
             )
@@ -127,15 +128,25 @@ def _rows_of(block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
         ]
         size = max(1, SHAPE.ticket_bytes // block_bytes)
         tickets = [moves[start : start + size] for start in range(0, num_blocks, size)]
-        write = partial(lane.run, [partial(_whole, tier.write, ticket) for ticket in tickets])
-        read = partial(lane.run, [partial(_whole, tier.read, ticket) for ticket in tickets])
-        write()
+        self.write: Work = partial(lane.run, [partial(_whole, tier.write, ticket) for ticket in tickets])
+        self.read: Work = partial(lane.run, [partial(_whole, tier.read, ticket) for ticket in tickets])
+
+
+def _rows_of(block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
+    num_blocks = max(1, scale.file_bytes // block_bytes)
+    num_bytes = num_blocks * block_bytes
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=build_folder())))
+        lane = stack.enter_context(closing(Lane()))
+        tier = TierFiles(folder / "tier", block_bytes, num_blocks, lane, stack)
+        bare = stack.enter_context(closing(BareFile(folder / "bare", tier.memory[:num_bytes], lane)))
+        tier.write()
         writes, reads = bare_loops(bare, block_bytes, num_bytes)
         return rows(
             "file",
             block_bytes,
             num_bytes,
-            {"write": write, "read": read},
+            {"write": tier.write, "read": tier.read},
             {"write": [writes], "read": [reads]},
             scale.repeats,
             {"write": ratio, "read": ratio},

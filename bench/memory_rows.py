@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from bench.engine_side import Bytes, Engine
+from bench.engine_side import Engine
+from bench.pages import Bytes
 from bench.scale import Scale
 from bench.turns import Row, rows
 from kvstore.block_store import BlockStore

@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import redis
 
-from bench.engine_side import layout_of, noise
+from bench.engine_side import layout_of
+from bench.pages import Bytes, noise
 from bench.scale import MIB, Scale
-from bench.turns import Row, rows
+from bench.turns import Row, Work, rows
 from kvstore.layout import slot_bytes
 from kvstore.mover import LANE_SHAPES
 from kvstore.testing.blocks import key_of
@@ -32,37 +33,48 @@ def redis_rows(scale: Scale) -> Iterator[Row]:
             server.command("FLUSHALL")
 
 
+class TierValues:
+    """Blocks in an arena and their values on a server: all of them written, or read, a ticket at a time."""
+
+    def __init__(self, url: str, block_bytes: int, num_blocks: int, stack: ExitStack) -> None:
+        stride = slot_bytes(block_bytes)
+        arena = stack.enter_context(closing(Arena(num_blocks * stride)))
+        memory = np.frombuffer(arena.view(0, num_blocks * stride), dtype=np.uint8)
+        self.blocks: Bytes = memory.reshape(num_blocks, stride)[:, :block_bytes]
+        self.blocks[:] = noise(num_blocks, block_bytes)
+        tier = stack.enter_context(closing(RedisTier(url)))
+        layout = layout_of(block_bytes)
+        moves = [
+            BlockMove(key_of(number), None, layout, arena.view(number * stride, stride), 0, int(time.time()))
+            for number in range(num_blocks)
+        ]
+        size = max(1, TICKET_BYTES // block_bytes)
+        self.tickets = [moves[start : start + size] for start in range(0, num_blocks, size)]
+        self.write: Work = partial(_each, self.tickets, partial(_whole, tier.write))
+        self.read: Work = partial(_each, self.tickets, partial(_whole, tier.read))
+
+
+def raw_loops(client: "redis.Redis", tickets: Sequence[Sequence[BlockMove]]) -> tuple[dict[str, Work], dict[str, Work]]:
+    """The same blocks as plain values, without header or checksum."""
+    return (
+        {"pipelined SET": partial(_each, tickets, partial(_set, client))},
+        {"pipelined GET": partial(_each, tickets, partial(_get, client))},
+    )
+
+
 def _rows_of(server: ValkeyServer, block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
     num_blocks = max(1, scale.redis_bytes // block_bytes)
-    layout = layout_of(block_bytes)
     with ExitStack() as stack:
-        arena = stack.enter_context(closing(Arena(num_blocks * slot_bytes(block_bytes))))
-        tier = stack.enter_context(closing(RedisTier(server.url)))
-        client = stack.enter_context(server.client())
-        moves = []
-        for number, content in enumerate(noise(num_blocks, block_bytes)):
-            buffer = arena.view(number * slot_bytes(block_bytes), slot_bytes(block_bytes))
-            np.frombuffer(buffer, dtype=np.uint8)[:block_bytes] = content
-            moves.append(BlockMove(key_of(number), None, layout, buffer, 0, int(time.time())))
-        size = max(1, TICKET_BYTES // block_bytes)
-        tickets = [moves[start : start + size] for start in range(0, num_blocks, size)]
-        works = {
-            "write": partial(_each, tickets, partial(_whole, tier.write)),
-            "read": partial(_each, tickets, partial(_whole, tier.read)),
-            "pipelined SET": partial(_each, tickets, partial(_set, client)),
-            "pipelined GET": partial(_each, tickets, partial(_get, client)),
-        }
-        for name in ("write", "pipelined SET"):
-            works[name]()
+        tier = TierValues(server.url, block_bytes, num_blocks, stack)
+        sets, gets = raw_loops(stack.enter_context(server.client()), tier.tickets)
+        for write in (tier.write, *sets.values()):
+            write()
         return rows(
             "redis",
             block_bytes,
             num_blocks * block_bytes,
-            {op: works[op] for op in ("write", "read")},
-            {
-                "write": [{"pipelined SET": works["pipelined SET"]}],
-                "read": [{"pipelined GET": works["pipelined GET"]}],
-            },
+            {"write": tier.write, "read": tier.read},
+            {"write": [sets], "read": [gets]},
             scale.repeats,
             {"write": ratio, "read": ratio},
         )
