@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvstore.level import Level
 from kvstore.mover import Mover, Ticket
 from kvstore.namespace import Namespace
+from kvstore.shared_level import SharedLevel
 from kvstore.stats import Stats
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
@@ -159,6 +160,29 @@ class Copies:
             if len(moves) < len(batch):
                 break
         return num_started
+
+    def probe(
+        self, shared: SharedLevel, keys: Sequence[BlockKey], deadline_s: float, on_end: Callable[[], None]
+    ) -> bool:
+        """Start to ask the shared tier which of ``keys`` it has; ``on_end`` follows once what it has is known.
+
+        Or at the deadline. False, and nothing happens, where its lane is busy or down.
+        """
+
+        def finish(outcomes: Sequence[Outcome]) -> None:
+            shared.learn([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
+            if not ticket.overdue:
+                on_end()
+
+        ticket = Ticket(
+            work=lambda: shared.tier.probe(keys, deadline_s),
+            num_blocks=len(keys),
+            num_bytes=0,
+            deadline_s=deadline_s,
+            finish=finish,
+            abandon=on_end,
+        )
+        return self._mover.submit(shared.name, ticket)
 
     def oldest_unix_s(self, ns: Namespace) -> int:
         """Blocks of ``ns`` computed before this moment are not served; 0: none is too old."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvstore.copies import Block, Copies
 from kvstore.level import Level
-from kvstore.mover import Mover, Ticket
+from kvstore.mover import Mover
 from kvstore.namespace import Namespace
 from kvstore.shared_level import SharedLevel
 from kvstore.slot_level import SlotLevel
@@ -117,7 +117,7 @@ class Promotions:
 
     def _read_next_run(self, prefetch: Prefetch) -> bool:
         """Start one run of reads from one level; False when there is nothing more to start now."""
-        ns, chain = prefetch.ns, prefetch.chain
+        chain = prefetch.chain
         start = self._first_missing(prefetch)
         if start == len(chain):
             return False
@@ -133,7 +133,7 @@ class Promotions:
             return self._read(prefetch, level, start, count)
         shared = next((level for level in self._lower if isinstance(level, SharedLevel)), None)
         if shared is not None and not prefetch.probed:
-            self._probe(prefetch, shared, ns, chain[start : start + PROBE_BLOCKS])
+            self._probe(prefetch, shared, chain[start : start + PROBE_BLOCKS])
         return False
 
     def _first_missing(self, prefetch: Prefetch) -> int:
@@ -220,31 +220,15 @@ class Promotions:
             elif not prefetch.done:
                 self._pin_ready(prefetch)
 
-    def _probe(self, prefetch: Prefetch, shared: SharedLevel, ns: Namespace, keys: Sequence[BlockKey]) -> None:
+    def _probe(self, prefetch: Prefetch, shared: SharedLevel, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tier which of ``keys`` it has."""
         prefetch.probed = True
-
-        def work() -> list[Outcome]:
-            return shared.tier.probe(keys, prefetch.deadline_s)
 
         def end() -> None:
             prefetch.waiting -= 1
             self._advance(prefetch)
 
-        def finish(outcomes: Sequence[Outcome]) -> None:
-            shared.learn([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
-            if not ticket.overdue:
-                end()
-
-        ticket = Ticket(
-            work=work,
-            num_blocks=len(keys),
-            num_bytes=0,
-            deadline_s=prefetch.deadline_s,
-            finish=finish,
-            abandon=end,
-        )
-        if self._mover.submit(shared.name, ticket):
+        if self._copies.probe(shared, keys, prefetch.deadline_s, end):
             prefetch.waiting += 1
 
     def _end(self, prefetch: Prefetch) -> None:

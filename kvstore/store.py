@@ -12,6 +12,7 @@ from kvstore.clearing import Clearing
 from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
+from kvstore.discovery import Discoveries, found_in
 from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
@@ -90,9 +91,11 @@ class Store:
             self._lower.append(self._shared)
             self._admissions.append((self._shared, config.redis.admission if config.redis else "always"))
         self._levels: list[Level] = [*([self._memory] if self._memory else []), *self._lower]
+        self._prefetches: Promotions | Discoveries = Discoveries(self._levels, self._copies)
         self._lending = Lending(self._levels, self._copies, self._mover, self._on_stored)
         if self._memory is not None and memory is not None:
             self._promotions = Promotions(self._memory, memory, self._lower, self._copies, self._mover)
+            self._prefetches = self._promotions
             self._copydown = CopyDown(
                 self._memory, self._buffer, self._admissions, self._copies, self._mover, self.stats
             )
@@ -179,22 +182,21 @@ class Store:
             return Lookup(0, 0, pending=False)
         oldest_unix_s = self._copies.oldest_unix_s(ns)
         ready = self._memory.covered(ns, chain, 0, oldest_unix_s) if self._memory else 0
-        found, before = ready, -1
-        while found < len(chain) and found != before:
-            before = found
-            for level in self._levels:
-                found += level.covered(ns, chain, found, oldest_unix_s)
+        found = found_in(self._levels, ns, chain, ready, oldest_unix_s)
         pending = bool(self._memory) and ready < len(chain) and self._promotions.is_arriving(chain[ready])
         return Lookup(ready, found, pending)
 
     def prefetch(self, chain: Sequence[BlockKey], deadline_s: float) -> Prefetch:
-        """Bring as much of ``chain`` into RAM as lower levels have, by ``deadline_s``. Idempotent; joins others."""
+        """Bring as much of ``chain`` into RAM as lower levels have, by ``deadline_s``. Idempotent; joins others.
+
+        Without RAM it only asks the shared tier, so that ``lookup`` and ``load_into`` know what that has.
+        """
         self._require_open()
         self.stats.inc("kvstore_prefetches_total", 1)
         ns = self._namespace_of(chain)
-        if ns is None or self._memory is None:
-            return Prefetch(ns or _NOWHERE, chain, deadline_s, done=True)
-        return self._promotions.start(ns, chain, deadline_s)
+        if ns is None:
+            return Prefetch(_NOWHERE, chain, deadline_s, done=True)
+        return self._prefetches.start(ns, chain, deadline_s)
 
     def pin(self, chain: Sequence[BlockKey]) -> ReadLease:
         """Pin the longest READY prefix of ``chain`` in RAM; it may be empty. Copied down where a touch admits it."""
@@ -303,7 +305,10 @@ class Store:
     def load_into(
         self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
     ) -> Transfer:
-        """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each."""
+        """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each.
+
+        Of a shared tier that is what this process wrote there or a ``prefetch`` of ``chain`` has found.
+        """
         self._require_open()
         self._require_ours(ns)
         require_buffers(ns, chain, buffers)
@@ -370,8 +375,7 @@ class Store:
         """Finish what is in flight for up to ``timeout_s``, then let go; a stuck tier is not waited for. Idempotent."""
         if self._closed:
             return
-        if self._memory is not None:
-            self._promotions.close()
+        self._prefetches.close()
         self.drain(timeout_s)
         self._clearing.warn()
         self._closed = True

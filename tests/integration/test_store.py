@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_every_accepted_block_is_readable_though_ram_is_a_third_of_them(tmp_path
         for chain in chains:
             prefix = next((index for index, key in enumerate(chain) if key not in accepted), len(chain))
             assert get(store, chain) >= prefix
+
+
+def test_a_new_host_without_ram_loads_into_lent_buffers_from_redis() -> None:
+    with ValkeyServer() as server:
+        with opened(config_of(redis=server.url)) as (store, ns):
+            put(store, ns, chain_of(ns, 40))
+        with opened(config_of(memory="0", redis=server.url)) as (store, ns):
+            chain = chain_of(ns, 50)
+            prefetch = store.prefetch(chain, time.monotonic() + 5)
+            while not prefetch.done:
+                store.wait(0.02)
+                store.poll()
+            assert store.lookup(chain).found == 40
+            lent = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in chain]
+            transfer = store.load_into(ns, chain, lent, time.monotonic() + 5)
+            while transfer.busy:
+                store.wait(0.02)
+                store.poll()
+            assert transfer.num_blocks == 40
+            assert [bytes(buffer) for buffer in lent[:40]] == [content(key) for key in chain[:40]]
 
 
 @pytest.mark.parametrize(
