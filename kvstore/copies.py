@@ -184,6 +184,10 @@ class Copies:
         )
         return self._mover.submit(shared.name, ticket)
 
+    def now_unix_s(self) -> float:
+        """Wall-clock time, which blocks' ages are counted in."""
+        return self._wall()
+
     def oldest_unix_s(self, ns: Namespace) -> int:
         """Blocks of ``ns`` computed before this moment are not served; 0: none is too old."""
         return ns.oldest_unix_s(self._wall())

@@ -82,3 +82,20 @@ class Layout:
         )
         framed = _FORMAT + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hashlib.sha256(framed).digest()[:FINGERPRINT_BYTES]
+
+
+@dataclass(frozen=True)
+class FoundLayout(Layout):
+    """The layout of a block that a scan found: its length and fingerprint are known, and suffice to verify or erase."""
+
+    found: bytes = b""
+
+    @classmethod
+    def of(cls, block_bytes: int, fingerprint: bytes) -> "FoundLayout":
+        """What ``tiers.base.StoredBlock`` says of it."""
+        return cls("uint8", 1, 1, (block_bytes,), 1, found=fingerprint)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """As the scan found it."""
+        return self.found

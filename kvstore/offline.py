@@ -6,10 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 
-from kvstore.layout import Layout, slot_bytes
+from kvstore.layout import FoundLayout, slot_bytes
 from kvstore.tiers.base import BlockMove, StoredBlock
 from kvstore.tiers.file_blocks import FileBlocks
 from kvstore.types import NAMESPACE_DIGEST_BYTES, Outcome
@@ -30,18 +29,6 @@ class Holding:
     block_bytes: int
     num_blocks: int
     used_bytes: int
-
-
-@dataclass(frozen=True)
-class ScannedLayout(Layout):
-    """The layout of a block that a scan found: its length and fingerprint are known, and they suffice to verify it."""
-
-    found: bytes = b""
-
-    @cached_property
-    def fingerprint(self) -> bytes:
-        """As the scan found it."""
-        return self.found
 
 
 def holdings(files: FileBlocks) -> list[Holding]:
@@ -112,7 +99,7 @@ def _move(block: StoredBlock, buffer: memoryview) -> BlockMove:
     return BlockMove(
         key=block.key,
         parent=block.parent,
-        layout=ScannedLayout("uint8", 1, 1, (block.block_bytes,), 1, found=block.fingerprint),
+        layout=FoundLayout.of(block.block_bytes, block.fingerprint),
         buffer=buffer,
         offset_bytes=block.offset_bytes,
         created_unix_s=block.created_unix_s,

@@ -18,14 +18,14 @@ its parent returns. This is how a damaged or expired root costs one block and no
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from kvstore.errors import LeaseError
 from kvstore.policy.base import Policy, Refit
-from kvstore.types import BlockKey, Request
+from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 
 NO_SLOT = -1
 
@@ -65,6 +65,7 @@ class BlockPool:
         self._parent = array("i")
         self._children = array("i")
         self._created_unix_s = array("q")
+        self._expires_unix_s = array("q")
         self._pins: Counter[int] = Counter()
         self._holds: dict[int, int] = {}
         self._free: list[int] = []
@@ -139,14 +140,19 @@ class BlockPool:
         return iter(self._slot_of)
 
     def expired(
-        self, namespace: bytes, oldest_unix_s: int, first_slot: int, num_slots: int
+        self, now_unix_s: float, oldest_unix_s: Mapping[bytes, int], first_slot: int, num_slots: int
     ) -> tuple[list[BlockKey], int]:
-        """READY keys of ``namespace`` created before ``oldest_unix_s`` in a range of slots, and where to go on."""
+        """READY keys past their age in a range of slots, and where to go on.
+
+        By what they were adopted with, or created before what ``oldest_unix_s`` says of their namespace.
+        """
         end = min(first_slot + num_slots, len(self._key))
+        columns = self._key[first_slot:end], self._created_unix_s[first_slot:end], self._expires_unix_s[first_slot:end]
         keys = [
             key
-            for key, created in zip(self._key[first_slot:end], self._created_unix_s[first_slot:end], strict=True)
-            if key is not None and created < oldest_unix_s and key.startswith(namespace)
+            for key, created, expires in zip(*columns, strict=True)
+            if key is not None
+            and (0 < expires <= now_unix_s or created < oldest_unix_s.get(key[:NAMESPACE_DIGEST_BYTES], 0))
         ]
         return keys, 0 if end == len(self._key) else end
 
@@ -162,6 +168,7 @@ class BlockPool:
             self._parent.extend([NO_SLOT] * missing)
             self._children.extend([0] * missing)
             self._created_unix_s.extend([0] * missing)
+            self._expires_unix_s.extend([0] * missing)
             self._counts[SlotState.ABSENT] += missing
         for slot in range(first_slot, end):
             if self._state[slot] != SlotState.ABSENT:
@@ -222,7 +229,9 @@ class BlockPool:
         self._require(slot, SlotState.FILLING, "abort")
         self._give_back(slot)
 
-    def adopt(self, slot: int, key: BlockKey, parent: BlockKey | None, created_unix_s: int) -> bool:
+    def adopt(
+        self, slot: int, key: BlockKey, parent: BlockKey | None, created_unix_s: int, expires_unix_s: int = 0
+    ) -> bool:
         """Enter a block that a scan found in a free slot; False if its key is here already.
 
         ``end_adoption`` must follow before the next ``reserve``. Adopt parents before children and old before new.
@@ -232,6 +241,7 @@ class BlockPool:
             return False
         self._move(slot, SlotState.READY)
         self._enter(slot, key, parent, created_unix_s)
+        self._expires_unix_s[slot] = expires_unix_s
         return True
 
     def end_adoption(self) -> None:
@@ -343,6 +353,7 @@ class BlockPool:
         self._slot_of[key] = slot
         self._key[slot] = key
         self._created_unix_s[slot] = created_unix_s
+        self._expires_unix_s[slot] = 0
         parent_slot = NO_SLOT if parent is None else self._slot_of.get(parent, NO_SLOT)
         self._parent[slot] = parent_slot
         if parent_slot != NO_SLOT:

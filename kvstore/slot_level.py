@@ -4,12 +4,14 @@ Extents go to the pool that needs slots while any are free. After that a pool ma
 most beyond its share of recent demand, so that a model in use takes over the room of one that is not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import LayoutError
 from kvstore.extents import Extents
+from kvstore.hashing import Identity
 from kvstore.journal import Journal
+from kvstore.layout import FoundLayout
 from kvstore.namespace import Namespace
 from kvstore.policy.base import Policy
 from kvstore.pool import BlockPool, SlotState
@@ -18,6 +20,8 @@ from kvstore.types import BlockKey
 
 PolicyFactory = Callable[[], Policy[BlockKey]]
 OnEvict = Callable[[BlockKey, int], None]
+
+_ANYBODY = Identity("", b"")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,6 +36,7 @@ class _Share:
     """What one layout has of the level."""
 
     fingerprint: bytes
+    block_bytes: int
     pool: BlockPool
     slot_bytes: int
     slots_per_extent: int
@@ -90,7 +95,9 @@ class SlotLevel:
                 )
             base_bytes = self._preparing_tier.base_bytes(fingerprint) if self._preparing_tier else 0
             pool = BlockPool(self._policy(), on_evict=self._on_evict)
-            share = self._shares[fingerprint] = _Share(fingerprint, pool, slot_bytes, slots_per_extent, base_bytes)
+            share = self._shares[fingerprint] = _Share(
+                fingerprint, block_bytes, pool, slot_bytes, slots_per_extent, base_bytes
+            )
             self._follow(pool)
         share.quotas = tuple(quotas)
         return share.pool
@@ -176,16 +183,23 @@ class SlotLevel:
             if extent not in share.extents:
                 self._extents.claim(extent)
                 self._give(share, extent)
-            num_adopted += pool.adopt(slot, block.key, block.parent, block.created_unix_s)
+            num_adopted += pool.adopt(slot, block.key, block.parent, block.created_unix_s, block.expires_unix_s)
         for share in self._shares.values():
             share.pool.end_adoption()
         return num_adopted
 
-    def sweep(self, ns: Namespace, oldest_unix_s: int, num_slots: int) -> list[BlockKey]:
-        """Keys of ``ns`` computed before ``oldest_unix_s``, among the next ``num_slots`` slots: a bounded step."""
-        share = self._shares[ns.fingerprint]
-        keys, share.swept = share.pool.expired(ns.digest, oldest_unix_s, share.swept, num_slots)
-        return keys
+    def sweep(
+        self, now_unix_s: float, oldest_unix_s: Mapping[bytes, int], num_slots: int
+    ) -> Iterator[tuple[Namespace, list[BlockKey]]]:
+        """Keys past their age, of each layout, among its next ``num_slots`` slots: a bounded step.
+
+        ``oldest_unix_s`` is of the namespaces that are open; the others' blocks know when they end. The namespace that
+        comes with them stands for all of that layout.
+        """
+        for share in self._shares.values():
+            keys, share.swept = share.pool.expired(now_unix_s, oldest_unix_s, share.swept, num_slots)
+            if keys:
+                yield Namespace(_ANYBODY, FoundLayout.of(share.block_bytes, share.fingerprint)), keys
 
     # ---- the protocol of a level
 

@@ -30,14 +30,14 @@ class Upkeep:
                 level.try_refused()
 
     def sweep(self, namespaces: Iterable[Namespace], levels: Sequence[SlotLevel]) -> None:
-        """Erase blocks past their namespace's age, a bounded step of each level; lookups refuse them before that."""
-        for ns in namespaces:
-            if not ns.max_age_s:
-                continue
-            for level in levels:
-                keys = level.sweep(ns, self._copies.oldest_unix_s(ns), SWEEP_SLOTS)
-                if keys:
-                    self._copies.erase(level, ns, keys)
+        """Erase blocks past their age, a bounded step of each level; lookups refuse them before that.
+
+        Those of namespaces that nobody has opened again too: prompt data does not outlive its time for that.
+        """
+        oldest_unix_s = {ns.digest: self._copies.oldest_unix_s(ns) for ns in namespaces if ns.max_age_s}
+        for level in levels:
+            for ns, keys in level.sweep(self._copies.now_unix_s(), oldest_unix_s, SWEEP_SLOTS):
+                self._copies.erase(level, ns, keys)
 
     def renew(self, shared: SharedLevel, chain: Sequence[BlockKey], deadline_s: float) -> None:
         """A touch renews the time to live of the whole prefix, where a good part of it has gone."""

@@ -71,6 +71,7 @@ class DictSlotTier:
                 move.layout.block_bytes,
                 offset_bytes,
                 move.created_unix_s,
+                move.created_unix_s + move.max_age_s if move.max_age_s else 0,
             )
 
     def close(self) -> None:

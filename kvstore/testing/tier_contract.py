@@ -330,6 +330,9 @@ class AdoptingTierContract(VerifyingTierContract):
             created_unix_s=1_234_567,
         )
         assert list(tier.scan()) == [block]
+        assert tier.write([replace(move, created_unix_s=1_234_567, max_age_s=1 << 40)], soon()) == [OK]
+        block = block._replace(expires_unix_s=1_234_567 + (1 << 40))
+        assert list(tier.scan()) == [block]
         assert list(self.reopen(tier).scan()) == [block]
 
     def test_a_scan_gives_the_newest_first(self, tier: Tier) -> None:

@@ -37,6 +37,8 @@ class StoredBlock(NamedTuple):
     block_bytes: int
     offset_bytes: int
     created_unix_s: int
+    expires_unix_s: int = 0
+    """When it must be gone, whoever opens its namespace again; 0: never."""
 
 
 class Tier(Protocol):

@@ -115,8 +115,9 @@ class FileTier:
         self._blocks.erase(moves)
 
     def scan(self) -> Iterator[StoredBlock]:
-        """Every block that the tables name, newest first."""
+        """Every block that the tables name, newest first; those past their age are erased."""
         yield from self._blocks.scan()
+        self._blocks.erase_expired()
         # a clock that was set back does not make new blocks look old
         self._sequence = itertools.count(max(self._blocks.last_sequence + 1, next(self._sequence)))
 

@@ -40,6 +40,7 @@ class FileBlocks:
         self._wall_clock = wall_clock
         self.last_sequence = 0
         """Of the newest block that ``scan`` has found."""
+        self._expired: list[tuple[Directory, Place]] = []
 
     def slot_bytes(self, block_bytes: int) -> int:
         """The payload in whole pages, and the header in the slot table."""
@@ -66,7 +67,8 @@ class FileBlocks:
                         self._erase(directory, single)
 
     def scan(self) -> Iterator[StoredBlock]:
-        """Every block that the tables name, newest first."""
+        """Every block that the tables name, newest first, but for those past their age."""
+        self._expired.clear()
         rows = [row for directory in self._directories.values() for row in self._rows(directory)]
         rows.sort(key=itemgetter(0), reverse=True)
         self.last_sequence = rows[0][0] if rows else 0
@@ -77,12 +79,29 @@ class FileBlocks:
             if layouts.setdefault(extent, layout) != layout:
                 continue  # in this directory the extent has yet to be handed over
             entry = directory.table.parse(extent, data)
-            if entry is None or file_slot.has_expired(entry.expires_unix_s, now_unix_s):
+            if entry is None:
                 continue
-            offset_bytes = self._geometry.grid(entry.block_bytes).offset_bytes(Place(directory.number, extent, index))
+            place = Place(directory.number, extent, index)
+            if file_slot.has_expired(entry.expires_unix_s, now_unix_s):
+                self._expired.append((directory, place))
+                continue
             yield StoredBlock(
-                entry.key, entry.parent, entry.fingerprint, entry.block_bytes, offset_bytes, entry.created_unix_s
+                entry.key,
+                entry.parent,
+                entry.fingerprint,
+                entry.block_bytes,
+                self._geometry.grid(entry.block_bytes).offset_bytes(place),
+                entry.created_unix_s,
+                entry.expires_unix_s,
             )
+
+    def erase_expired(self) -> None:
+        """Clear the headers of the blocks that the last ``scan`` left out because of their age."""
+        for directory, place in self._expired:
+            with directory.held() as held:
+                if held is not None:
+                    self._clear(held, place)
+        self._expired.clear()
 
     def close(self) -> None:
         """Let go of the directories, each as soon as no call is inside it."""
@@ -126,8 +145,15 @@ class FileBlocks:
             return
         try:
             found = header.parse(directory.table.headers(place.extent, place.slot, 1)[0])
-            if found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key):
-                directory.table.clear(place.extent, place.slot)
+        except OSError as error:
+            directory.report("erasing", error)
+            return
+        if found is Outcome.DAMAGED or (isinstance(found, Header) and found.key == move.key):
+            self._clear(directory, place)
+
+    def _clear(self, directory: Directory, place: Place) -> None:
+        try:
+            directory.table.clear(place.extent, place.slot)
         except OSError as error:
             directory.report("erasing", error)
 

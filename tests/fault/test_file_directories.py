@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -403,6 +404,19 @@ def test_where_no_slot_is_nothing_is_written(tmp_path: Path) -> None:
             assert tier.read([move], soon()) == [ABSENT]
             tier.erase([move])
         assert scanned(tier) == [0]
+
+
+def test_blocks_past_their_age_are_erased_when_the_files_are_opened(tmp_path: Path) -> None:
+    """Whoever opens them: no header of a block outlives it for long."""
+    with opened(tmp_path) as tier:
+        for number, max_age_s in ((0, 50), (1, 0)):
+            move = replace(full_move(tier, number, LAYOUT), created_unix_s=int(time.time()) - 100, max_age_s=max_age_s)
+            assert tier.write([move], soon()) == [Outcome.OK]
+    assert bytes(key_of(0)) in (tmp_path / SLOTS).read_bytes()
+    with opened(tmp_path) as tier:
+        assert [block.key for block in tier.scan()] == [key_of(1)]
+    assert bytes(key_of(0)) not in (tmp_path / SLOTS).read_bytes()
+    assert bytes(key_of(1)) in (tmp_path / SLOTS).read_bytes()
 
 
 # Behind its back -------------------------------------------------------------------------------------

@@ -169,7 +169,21 @@ def test_blocks_older_than_asked_are_not_served() -> None:
         pool.commit(slot, key, parent, created_unix_s)
     assert len(pool.prefix([A, B])) == 2
     assert len(pool.prefix([A, B], oldest_unix_s=60)) == 1
-    assert pool.expired(B[:16], 60, 0, 10) == ([B], 0)
+    assert pool.expired(1000, {B[:16]: 60}, 0, 10) == ([B], 0)
+    assert pool.expired(1000, {bytes(16): 60}, 0, 10) == ([], 0)
+
+
+def test_adopted_blocks_know_when_they_end() -> None:
+    pool = pool_of(2)
+    pool.adopt(0, A, None, 10, expires_unix_s=70)
+    pool.adopt(1, B, A, 10)
+    pool.end_adoption()
+    assert pool.expired(69, {}, 0, 10) == ([], 0)
+    assert pool.expired(70, {}, 0, 10) == ([A], 0)
+    pool.remove(A)
+    (slot,) = pool.reserve(1)
+    pool.commit(slot, A, None, 10)
+    assert pool.expired(1000, {}, 0, 10) == ([], 0)
 
 
 def test_an_extent_leaves_only_when_idle_and_takes_its_blocks_with_it() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.errors import ClosedError, ConfigError, LayoutError, LeaseError
+from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.testing.dict_tiers import DictSharedTier
 from tests.worlds import IDENTITY, PAGE_BYTES, World, content, world
@@ -193,6 +194,23 @@ def test_blocks_past_their_age_are_neither_served_nor_kept() -> None:
         w.settle()
         assert w.file is not None
         assert not w.file.kept
+        w.assert_idle()
+
+
+def test_blocks_of_a_namespace_nobody_opens_again_do_not_outlive_their_age() -> None:
+    with world(4, file=4, max_age="1h") as w:
+        w.put(w.chain(2))
+        w.settle()
+        file = w.file
+    with world(4, file_tier=file) as w:
+        assert file is not None
+        other = w.store.open_namespace(Identity("another", b"weights"), Layout("int8", 1, 1, (1024,), 4))
+        w.settle()
+        assert len(file.kept) == 2
+        w.clock.advance(3601)
+        w.settle()
+        assert not file.kept
+        assert w.store.lookup(other.keys(range(4))).found == 0
         w.assert_idle()
 
 
