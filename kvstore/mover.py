@@ -12,7 +12,7 @@ Rule 3: nothing here waits for a copy, ``close`` included: a stuck thread is a d
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
@@ -83,6 +83,16 @@ class LaneShape:
     max_bytes_in_flight: int
     ticket_bytes: int
 
+    def beside(self, ram_bytes: int) -> "LaneShape":
+        """The shape where copies hold slots of so much RAM: a tier that hangs may keep a share of it, and no more."""
+        max_bytes = min(self.max_bytes_in_flight, max(MIN_BYTES_IN_FLIGHT, int(ram_bytes * MAX_SHARE_OF_RAM)))
+        return replace(self, max_bytes_in_flight=max_bytes, ticket_bytes=min(self.ticket_bytes, max_bytes))
+
+
+MAX_SHARE_OF_RAM = 0.25
+"""What copies to and from one lower tier may hold of RAM; there are two of them, and the rest goes on."""
+MIN_BYTES_IN_FLIGHT = 4 << 20
+"""With less a tier could not be kept busy, and RAM that this is much of is a test's."""
 
 _MIB = 1 << 20
 LANE_SHAPES = {

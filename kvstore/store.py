@@ -432,6 +432,8 @@ class Store:
 
     def _add_lane(self, tier: Tier) -> None:
         shape = LANE_SHAPES[tier.name]
+        if self._arena_tier is not None and tier is not self._arena_tier:
+            shape = shape.beside(self._arena_tier.capacity_bytes)
         self._mover.add_lane(Lane(tier, self._executor(tier.name, shape.num_threads), shape))
 
     def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:

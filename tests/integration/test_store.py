@@ -55,6 +55,21 @@ def test_every_accepted_block_is_readable_though_ram_is_a_third_of_them(tmp_path
             assert get(store, chain) >= prefix
 
 
+def test_a_hung_tier_holds_no_more_than_a_share_of_ram() -> None:
+    """Blocks on their way to a server that does not answer are pinned; most of RAM goes on without them."""
+    with ValkeyServer() as server, opened(config_of(memory="32MiB", redis=server.url), 0.5) as (store, ns):
+        put(store, ns, chain_of(ns, 1))
+        assert store.drain(10)
+        server.pause()
+        for number in range(1, 5):
+            put(store, ns, chain_of(ns, 200, number))
+        pinned = sum(store.snapshot()["kvstore_pinned_blocks"].values())
+        assert 0 < pinned * LAYOUT.block_bytes <= 8 << 20
+        with store.reserve(ns, 1000) as lease:
+            assert lease.num_blocks * LAYOUT.block_bytes >= 24 << 20
+        server.resume()
+
+
 def test_a_new_host_without_ram_loads_into_lent_buffers_from_redis() -> None:
     with ValkeyServer() as server:
         with opened(config_of(redis=server.url)) as (store, ns):
