@@ -5,14 +5,14 @@ is stuck, its pins are dropped and only the slots its copies may still read are 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from kvstore.copies import Block, Copies
 from kvstore.level import Level
+from kvstore.memory_level import MemoryLevel
 from kvstore.mover import Mover
 from kvstore.namespace import Namespace
-from kvstore.slot_level import SlotLevel
 from kvstore.stats import Stats
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
@@ -29,27 +29,20 @@ ADMITTED: dict[str, frozenset[Occasion]] = {
 WRITE_TIMEOUT_S = 10.0
 """A copy-down that takes longer has met a stuck tier."""
 
-BufferOf = Callable[[Namespace, int], memoryview]
-
 
 class CopyDown:
     """What is being copied from RAM to each lower level."""
 
     def __init__(
         self,
-        memory: SlotLevel,
-        buffer_of: BufferOf,
+        memory: MemoryLevel,
         lower: Sequence[tuple[Level, str]],
         copies: Copies,
         mover: Mover,
         stats: Stats,
     ) -> None:
-        """``lower``: each level below RAM with its admission mode; ``buffer_of`` gives the bytes of a slot of RAM.
-
-        A level may be added to ``lower`` later.
-        """
+        """``lower``: each level below RAM with its admission mode; one may be added later."""
         self._memory = memory
-        self._buffer_of = buffer_of
         self._lower = lower
         self._copies = copies
         self._mover = mover
@@ -80,7 +73,10 @@ class CopyDown:
         # What there is no room for costs next to nothing: a busy or dead tier must not slow down answers from RAM.
         blocks = [
             Block(
-                key, pool.parent_of(slot_of[key]), self._buffer_of(ns, slot_of[key]), pool.created_unix_s(slot_of[key])
+                key,
+                pool.parent_of(slot_of[key]),
+                self._memory.buffer(ns, slot_of[key]),
+                pool.created_unix_s(slot_of[key]),
             )
             for key in wanted[: self._mover.room_blocks(level.name, ns.layout.block_bytes)]
         ]

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from kvstore.copies import Block, Copies
 from kvstore.level import Level
+from kvstore.memory_level import MemoryLevel
 from kvstore.mover import Mover
 from kvstore.namespace import Namespace
 from kvstore.shared_level import SharedLevel
-from kvstore.slot_level import SlotLevel
 from kvstore.tiers.base import BlockMove
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import BlockKey, Outcome
 
 PROBE_BLOCKS = 16384
@@ -46,12 +45,9 @@ class Prefetch:
 class Promotions:
     """Every prefetch that is under way."""
 
-    def __init__(
-        self, memory: SlotLevel, arena: MemoryTier, lower: Sequence[Level], copies: Copies, mover: Mover
-    ) -> None:
+    def __init__(self, memory: MemoryLevel, lower: Sequence[Level], copies: Copies, mover: Mover) -> None:
         """``lower``: the levels below RAM, the nearest first."""
         self._memory = memory
-        self._arena = arena
         self._lower = lower
         self._copies = copies
         self._mover = mover
@@ -199,9 +195,7 @@ class Promotions:
         return started == count
 
     def _block(self, ns: Namespace, chain: Sequence[BlockKey], index: int, slot: int) -> Block:
-        (offset_bytes,) = self._memory.offsets_bytes(ns.fingerprint, [slot])
-        buffer = self._arena.arena.view(offset_bytes, self._arena.slot_bytes(ns.layout.block_bytes))
-        return Block(chain[index], chain[index - 1] if index else None, buffer)
+        return Block(chain[index], chain[index - 1] if index else None, self._memory.buffer(ns, slot))
 
     def _settle(self, level: Level, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
         """Tell everyone who waits; those with nothing left to wait for walk on."""

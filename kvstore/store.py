@@ -21,6 +21,7 @@ from kvstore.layout import Layout
 from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
 from kvstore.lending import Lending, Transfer, require_buffers
 from kvstore.level import Level
+from kvstore.memory_level import MemoryLevel
 from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
 from kvstore.namespace import Namespace
 from kvstore.policy import POLICIES
@@ -75,14 +76,14 @@ class Store:
         self._arena_tier = memory
         self._executor = executor
         self._policy: PolicyFactory = POLICIES[config.policy]
-        self._memory: SlotLevel | None = None
+        self._memory: MemoryLevel | None = None
         self._file: SlotLevel | None = None
         self._shared: SharedLevel | None = None
         self._lower: list[Level] = []
         self._admissions: list[tuple[Level, str]] = []
         if memory is not None:
             copies_victims = any(tier and tier.admission == "on_evict" for tier in (config.file, config.redis))
-            self._memory = SlotLevel(memory, self._policy, on_evict=self._on_memory_evict if copies_victims else None)
+            self._memory = MemoryLevel(memory, self._policy, on_evict=self._on_memory_evict if copies_victims else None)
             self._add_lane(memory)
         if shared is not None:
             ttl_s = config.redis.ttl_s if config.redis else 0
@@ -93,12 +94,10 @@ class Store:
         self._levels: list[Level] = [*([self._memory] if self._memory else []), *self._lower]
         self._prefetches: Promotions | Discoveries = Discoveries(self._levels, self._copies)
         self._lending = Lending(self._levels, self._copies, self._mover, self._on_stored)
-        if self._memory is not None and memory is not None:
-            self._promotions = Promotions(self._memory, memory, self._lower, self._copies, self._mover)
+        if self._memory is not None:
+            self._promotions = Promotions(self._memory, self._lower, self._copies, self._mover)
             self._prefetches = self._promotions
-            self._copydown = CopyDown(
-                self._memory, self._buffer, self._admissions, self._copies, self._mover, self.stats
-            )
+            self._copydown = CopyDown(self._memory, self._admissions, self._copies, self._mover, self.stats)
         if file is not None:
             self.join_file(self.scanned(file))
 
@@ -439,17 +438,8 @@ class Store:
     def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None
 
-    def _buffer(self, ns: Namespace, slot: int) -> memoryview:
-        """The whole slot, so that O_DIRECT can move it as it is."""
-        assert self._memory is not None
-        assert self._arena_tier is not None
-        (offset_bytes,) = self._memory.offsets_bytes(ns.fingerprint, [slot])
-        return self._arena_tier.arena.view(offset_bytes, self._arena_tier.slot_bytes(ns.layout.block_bytes))
-
     def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
-        if self._arena_tier is None or not slots:
-            return []
-        return self._arena_tier.arena.views(self.offsets_bytes(ns, slots), ns.layout.block_bytes)
+        return self._memory.views(ns, slots) if self._memory and slots else []
 
     def _on_memory_evict(self, key: BlockKey, slot: int) -> None:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
