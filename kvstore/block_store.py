@@ -6,7 +6,7 @@ from typing import Protocol
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import Committed, Lookup, ReadLease, WriteLease
-from kvstore.lending import Transfer
+from kvstore.lending import LentBuffer, Transfer
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
 from kvstore.types import BlockKey, Request
@@ -59,13 +59,13 @@ class BlockStore(Protocol):
         ns: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[LentBuffer],
         deadline_s: float,
     ) -> Transfer:
         """Store blocks from the caller's buffers."""
 
     def load_into(
-        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[LentBuffer], deadline_s: float
     ) -> Transfer:
         """Load the longest prefix that any level has into the caller's buffers."""
 

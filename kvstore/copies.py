@@ -26,6 +26,8 @@ READ = "read"
 WRITE = "write"
 ERASE_BATCH_BLOCKS = 256
 ERASE_TIMEOUT_S = 10.0
+PROBE_BLOCKS = 16384
+"""How many keys one probe asks for at most."""
 
 
 class Block(NamedTuple):

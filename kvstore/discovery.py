@@ -6,10 +6,10 @@ tier, or at its deadline.
 
 from collections.abc import Sequence
 
-from kvstore.copies import Copies
+from kvstore.copies import PROBE_BLOCKS, Copies
 from kvstore.level import Level
 from kvstore.namespace import Namespace
-from kvstore.promotion import PROBE_BLOCKS, Prefetch
+from kvstore.promotion import Prefetch
 from kvstore.shared_level import SharedLevel
 from kvstore.types import BlockKey
 

@@ -24,6 +24,10 @@ class LeaseError(KVStoreError):
     """A lease was used after its end: committed twice, released twice, or after abort."""
 
 
+class DeadlineError(KVStoreError):
+    """A deadline is not a moment in time."""
+
+
 class OwnershipError(KVStoreError):
     """A directory belongs to another live process, or to another user."""
 

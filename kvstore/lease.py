@@ -166,6 +166,14 @@ class Committed:
             self._slots, self._accepted = answer.slots, answer.accepted
 
 
+def too_many_keys(num_keys: int, lease: WriteLease) -> LeaseError:
+    """What to raise where a commit names more blocks than were reserved."""
+    return LeaseError(
+        f"commit of {num_keys} keys for {len(lease.unnamed)} slots: nothing was committed; reserve may give fewer slots"
+        " than it was asked for, so commit as many keys as the lease has blocks"
+    )
+
+
 def _require(actual: LeaseState, wanted: LeaseState, call: str) -> None:
     if actual is not wanted:
         raise LeaseError(f"{call} of a lease that is {actual.value} and not {wanted.value}: a lease ends once")

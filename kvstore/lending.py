@@ -6,12 +6,16 @@ which may be after ``done``: a copy past its deadline may still touch it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvstore.copies import Block, Copies
+import numpy.typing as npt
+
+from kvstore.copies import PROBE_BLOCKS, Block, Copies
 from kvstore.errors import LayoutError
 from kvstore.level import Level
 from kvstore.mover import Mover
 from kvstore.namespace import Namespace
+from kvstore.shared_level import SharedLevel
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
 
@@ -49,6 +53,9 @@ class Transfer:
         return len(self.outcomes)
 
 
+LentBuffer = memoryview | bytearray | bytes | npt.NDArray[Any]
+"""Contiguous bytes of at least a block, whatever the caller takes them for; writable where a block is loaded into."""
+
 OnStored = Callable[[Namespace, Sequence[BlockKey]], None]
 
 
@@ -83,10 +90,30 @@ class Lending:
     def load_into(
         self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
     ) -> Transfer:
-        """Read the longest prefix of ``chain`` that the levels have into the buffers, each block from the fastest."""
+        """Read the longest prefix of ``chain`` that the levels have into the buffers, each block from the fastest.
+
+        What no table knows of is asked for on the shared level while the rest is being read.
+        """
         transfer = Transfer(ns, chain, deadline_s, [Outcome.ABSENT] * len(chain))
+        start = self._read_known(transfer, buffers, 0)
+        unknown = chain[start : start + PROBE_BLOCKS]
+        shared = next((level for level in self._levels if isinstance(level, SharedLevel)), None)
+
+        def on_end() -> None:
+            transfer.num_waiting -= 1
+            transfer.num_in_flight -= 1
+            self._read_known(transfer, buffers, start)
+
+        if shared is not None and unknown and transfer.outcomes[start] is Outcome.ABSENT:
+            is_asked = self._copies.probe(shared, unknown, deadline_s, on_end)
+            transfer.num_waiting += is_asked
+            transfer.num_in_flight += is_asked
+        return transfer
+
+    def _read_known(self, transfer: Transfer, buffers: Sequence[memoryview], start: int) -> int:
+        """Start to read the blocks from ``start`` on that the tables know of; returns where that ends."""
+        ns, chain = transfer.ns, transfer.keys
         oldest_unix_s = self._copies.oldest_unix_s(ns)
-        start = 0
         while start < len(chain):
             for level in self._levels:
                 count = level.covered(ns, chain, start, oldest_unix_s)
@@ -99,7 +126,7 @@ class Lending:
             if self._start(transfer, level, blocks, list(indices), self._copies.read, counts=True) < count:
                 break
             start += count
-        return transfer
+        return start
 
     def _start(
         self,
@@ -143,7 +170,36 @@ class Lending:
         return num_started
 
 
-def require_buffers(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
-    """Raises ``LayoutError`` unless there is a buffer for each key, long enough for a block."""
-    if len(buffers) < len(keys) or any(buffer.nbytes < ns.layout.block_bytes for buffer in buffers):
-        raise LayoutError(f"{len(keys)} blocks need a buffer each of at least {ns.layout.block_bytes} bytes")
+def readable_bytes(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[LentBuffer]) -> list[memoryview]:
+    """The bytes of the block that each key has in its buffer, to be read.
+
+    Raises ``LayoutError`` unless there is a contiguous buffer for each key, long enough for a block.
+    """
+    if len(buffers) < len(keys):
+        raise LayoutError(f"{len(keys)} blocks need a buffer each, and there are {len(buffers)}")
+    return [_bytes(buffer, ns.layout.block_bytes) for buffer, _ in zip(buffers, keys, strict=False)]
+
+
+def writable_bytes(ns: Namespace, keys: Sequence[BlockKey], buffers: Sequence[LentBuffer]) -> list[memoryview]:
+    """The bytes of each buffer to be filled with a key's block. Raises as that does, and for read-only ones."""
+    views = readable_bytes(ns, keys, buffers)
+    if any(view.readonly for view in views):
+        raise LayoutError("a buffer that a block is to be loaded into is read-only: lend a writable one")
+    return views
+
+
+def _bytes(buffer: LentBuffer, block_bytes: int) -> memoryview:
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # an array is a buffer, which types know from 3.12 on
+    except TypeError as error:
+        raise LayoutError(
+            f"a lent buffer is a {type(buffer).__name__}: lend a memoryview, bytearray, bytes or array of numpy"
+        ) from error
+    if not view.c_contiguous:
+        raise LayoutError("a lent buffer has gaps between its bytes: lend contiguous ones")
+    if view.nbytes < block_bytes:
+        raise LayoutError(f"a lent buffer has {view.nbytes} bytes: blocks of this layout need at least {block_bytes}")
+    try:
+        return view.cast("B")[:block_bytes]
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"a lent buffer of format {view.format!r} has no plain bytes: lend it as uint8") from error

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.copies import Block, Copies
+from kvstore.copies import PROBE_BLOCKS, Block, Copies
 from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
 from kvstore.mover import Mover
@@ -19,8 +19,6 @@ from kvstore.namespace import Namespace
 from kvstore.shared_level import SharedLevel
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
-
-PROBE_BLOCKS = 16384
 
 
 @dataclass(eq=False, slots=True)

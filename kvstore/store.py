@@ -12,14 +12,15 @@ from kvstore.clearing import Clearing
 from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
+from kvstore.deadline import bounded
 from kvstore.discovery import Discoveries, found_in
 from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
 from kvstore.journal import Journal
 from kvstore.layout import Layout
-from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
-from kvstore.lending import Lending, Transfer, require_buffers
+from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease, too_many_keys
+from kvstore.lending import Lending, LentBuffer, Transfer, readable_bytes, writable_bytes
 from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
 from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
@@ -148,6 +149,7 @@ class Store:
 
         To be called once per request, before its blocks are reserved.
         """
+        self._require_open()
         ns = self._namespace_of(chain)
         self.stats.inc("kvstore_requests_total", 1)
         self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
@@ -195,7 +197,7 @@ class Store:
         ns = self._namespace_of(chain)
         if ns is None:
             return Prefetch(_NOWHERE, chain, deadline_s, done=True)
-        return self._prefetches.start(ns, chain, deadline_s)
+        return self._prefetches.start(ns, chain, bounded(deadline_s, self._clock()))
 
     def pin(self, chain: Sequence[BlockKey]) -> ReadLease:
         """Pin the longest READY prefix of ``chain`` in RAM; it may be empty. Copied down where a touch admits it."""
@@ -237,9 +239,10 @@ class Store:
         ``parent`` is the key of the block before ``keys[0]``; None for a root. A key that is READY already keeps its
         slot and the new one is given back. Raises ``LeaseError`` past the lease's end or for more keys than slots.
         """
+        self._require_open()
         lease.require(LeaseState.HELD, "commit")
         if len(keys) > len(lease.unnamed):
-            lease.require(LeaseState.ENDED, f"commit of {len(keys)} keys for {len(lease.unnamed)} slots")
+            raise too_many_keys(len(keys), lease)
         self._require_keys(lease.ns, keys)
         if not keys or self._memory is None:
             return Committed([], frozenset())
@@ -287,31 +290,32 @@ class Store:
         ns: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[LentBuffer],
         deadline_s: float,
     ) -> Transfer:
         """Store blocks from the caller's buffers, ``block_bytes`` each, into RAM, or below where there is no RAM tier.
 
-        The buffers are the caller's again when the transfer is no longer ``busy``.
+        The buffers are the caller's again when the transfer is no longer ``busy``. Raises ``LayoutError`` for buffers
+        that cannot hold blocks, ``DeadlineError`` for a deadline that is no moment.
         """
         self._require_open()
         self._require_ours(ns)
         self._require_keys(ns, keys)
-        require_buffers(ns, keys, buffers)
+        views, deadline_s = readable_bytes(ns, keys, buffers), bounded(deadline_s, self._clock())
         levels: Sequence[Level] = [self._memory] if self._memory else self._lower
-        return self._lending.store_from(ns, keys, parent, buffers, deadline_s, levels)
+        return self._lending.store_from(ns, keys, parent, views, deadline_s, levels)
 
     def load_into(
-        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[LentBuffer], deadline_s: float
     ) -> Transfer:
         """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each.
 
-        Of a shared tier that is what this process wrote there or a ``prefetch`` of ``chain`` has found.
+        A shared tier is asked what it has of the rest.
         """
         self._require_open()
         self._require_ours(ns)
-        require_buffers(ns, chain, buffers)
-        return self._lending.load_into(ns, chain, buffers, deadline_s)
+        views, deadline_s = writable_bytes(ns, chain, buffers), bounded(deadline_s, self._clock())
+        return self._lending.load_into(ns, chain, views, deadline_s)
 
     # ---- time passes
 

@@ -11,7 +11,7 @@ from kvstore.client.store_client import BUDGET_S, StoreClient
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import LeaseState, Lookup, ReadLease, WriteLease
-from kvstore.lending import Transfer
+from kvstore.lending import LentBuffer, Transfer
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
 from kvstore.types import BlockKey, Request
@@ -103,14 +103,14 @@ class AsyncStoreClient:
         ns: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[LentBuffer],
         deadline_s: float,
     ) -> Transfer:
         """Store blocks from the caller's buffers, which are its own again when this returns."""
         return await self._finished(lambda: self._client.store_from(ns, keys, parent, buffers, deadline_s))
 
     async def load_into(
-        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[LentBuffer], deadline_s: float
     ) -> Transfer:
         """Load the longest prefix that any level has into the caller's buffers."""
         return await self._finished(lambda: self._client.load_into(ns, chain, buffers, deadline_s))

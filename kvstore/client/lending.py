@@ -60,7 +60,8 @@ class Lending:
         self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
     ) -> Transfer:
         """Bring the chain up, then copy it out."""
-        transfer = Transfer(ns, chain, deadline_s, [None] * len(chain), num_waiting=len(chain))
+        transfer = Transfer(ns, chain, deadline_s, [None] * len(chain))
+        transfer.num_waiting = transfer.num_in_flight = len(chain)
         self._coming.append((transfer, self._store.prefetch(chain, deadline_s), buffers))
         self.poll()
         return transfer

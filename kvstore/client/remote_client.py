@@ -12,10 +12,11 @@ import grpc
 
 from kvstore.api.v1 import remote_pb2 as api
 from kvstore.api.v1.remote_pb2_grpc import RemoteStoreStub
+from kvstore.deadline import bounded
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.header import checksum
 from kvstore.lease import Lookup
-from kvstore.lending import require_buffers
+from kvstore.lending import LentBuffer, readable_bytes, writable_bytes
 from kvstore.namespace import Namespace
 from kvstore.stats import Stats
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey
@@ -64,17 +65,17 @@ class RemoteClient:
         return Lookup(found.ready, found.found, found.pending)
 
     def load_into(
-        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[LentBuffer], deadline_s: float
     ) -> int:
         """Load the longest prefix of ``chain`` that is there; returns how many blocks arrived and verified.
 
         Buffers beyond those hold undefined bytes.
         """
-        require_buffers(ns, chain, buffers)
+        views = writable_bytes(ns, chain, buffers)
         request = api.LoadBlocksRequest(of=_of(ns), chain=pack_chain(0, chain))
         parts = self._stub.LoadBlocks(request, timeout=_left_s(deadline_s), metadata=self._metadata)
         try:
-            return self._take(ns.layout.block_bytes, parts, buffers[: len(chain)])
+            return self._take(ns.layout.block_bytes, parts, views)
         finally:
             parts.cancel()
 
@@ -83,18 +84,18 @@ class RemoteClient:
         ns: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[LentBuffer],
         deadline_s: float,
     ) -> int:
         """Store what is not there of ``keys``, in order; returns how many leading blocks are there now."""
-        require_buffers(ns, keys, buffers)
+        views = readable_bytes(ns, keys, buffers)
         if any(not key.startswith(ns.digest) for key in keys):
             raise LayoutError(f"a key is of another namespace than that of model {ns.identity.model!r}")
         start = self.find(ns, keys, deadline_s).ready
         if start == len(keys):
             return start
         above = keys[start - 1] if start else parent
-        parts = _store_parts(ns, keys[start:], above, buffers[start:])
+        parts = _store_parts(ns, keys[start:], above, views[start:])
         try:
             reply = self._stub.StoreBlocks(parts, timeout=_left_s(deadline_s), metadata=self._metadata)
         except grpc.RpcError:
@@ -151,4 +152,5 @@ def _store_parts(
 
 
 def _left_s(deadline_s: float) -> float:
-    return max(0.0, deadline_s - time.monotonic())
+    now_s = time.monotonic()
+    return max(0.0, bounded(deadline_s, now_s) - now_s)

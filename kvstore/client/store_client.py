@@ -19,11 +19,12 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client.connection import Connection
 from kvstore.client.lending import Lending
 from kvstore.client.session import Inbox, Session
+from kvstore.deadline import bounded
 from kvstore.errors import ClosedError, LayoutError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
-from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease
-from kvstore.lending import Transfer, require_buffers
+from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease, too_many_keys
+from kvstore.lending import LentBuffer, Transfer, readable_bytes, writable_bytes
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
 from kvstore.stats import Stats
@@ -179,7 +180,9 @@ class StoreClient:
         self._require_open()
         self.stats.inc("kvstore_prefetches_total")
         opened, session = self._opened(chain), self._session()
-        budget_s = deadline_s - time.monotonic()
+        now_s = time.monotonic()
+        deadline_s = bounded(deadline_s, now_s)
+        budget_s = deadline_s - now_s
         prefetch = Prefetch(opened.ns if opened else _NOWHERE, chain, deadline_s, done=True)
         if opened is None or session is None or budget_s <= 0:
             return prefetch
@@ -248,9 +251,10 @@ class StoreClient:
         Does not wait; whoever asks what came of it does. Raises ``LeaseError`` past the lease's end or for more keys
         than slots.
         """
+        self._require_open()
         lease.require(LeaseState.HELD, "commit")
         if len(keys) > len(lease.unnamed):
-            lease.require(LeaseState.ENDED, f"commit of {len(keys)} keys for {len(lease.unnamed)} slots")
+            raise too_many_keys(len(keys), lease)
         opened = self._require_ours(lease.ns)
         if any(not key.startswith(lease.ns.digest) for key in keys):
             raise LayoutError(f"a key is of another namespace than that of model {lease.ns.identity.model!r}")
@@ -313,23 +317,23 @@ class StoreClient:
         ns: Namespace,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[LentBuffer],
         deadline_s: float,
     ) -> Transfer:
         """Store blocks from the caller's buffers, ``block_bytes`` each; they are busy until the transfer says else."""
         self._require_open()
         self._require_ours(ns)
-        require_buffers(ns, keys, buffers)
-        return self._lending.store_from(ns, keys, parent, buffers, deadline_s)
+        views, deadline_s = readable_bytes(ns, keys, buffers), bounded(deadline_s, time.monotonic())
+        return self._lending.store_from(ns, keys, parent, views, deadline_s)
 
     def load_into(
-        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[memoryview], deadline_s: float
+        self, ns: Namespace, chain: Sequence[BlockKey], buffers: Sequence[LentBuffer], deadline_s: float
     ) -> Transfer:
         """Load the longest prefix of ``chain`` that any level has into the caller's buffers, ``block_bytes`` each."""
         self._require_open()
         self._require_ours(ns)
-        require_buffers(ns, chain, buffers)
-        return self._lending.load_into(ns, chain, buffers, deadline_s)
+        views, deadline_s = writable_bytes(ns, chain, buffers), bounded(deadline_s, time.monotonic())
+        return self._lending.load_into(ns, chain, views, deadline_s)
 
     # ---- time passes
 

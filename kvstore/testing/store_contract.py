@@ -6,6 +6,7 @@ store may answer late: the suite asks again while an answer is pending, as a con
 else.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvstore.block_store import BlockStore
-from kvstore.errors import ClosedError, LayoutError, LeaseError
+from kvstore.errors import ClosedError, DeadlineError, LayoutError, LeaseError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.lease import Lookup
-from kvstore.lending import Transfer
+from kvstore.lending import LentBuffer, Transfer
 from kvstore.namespace import Namespace
 from kvstore.store import Store
 from kvstore.types import BlockKey, Request
@@ -158,6 +159,65 @@ class StoreContract:
         with pytest.raises(LayoutError):
             store.store_from(ns, chain_of(ns, 1), None, [memoryview(b"short")], soon())
 
+    @pytest.mark.parametrize("kind", ["bytearray", "array", "planes"])
+    def test_any_contiguous_bytes_may_be_lent(self, store: BlockStore, ns: Namespace, kind: str) -> None:
+        def lent(key: BlockKey) -> LentBuffer:
+            if kind == "bytearray":
+                return bytearray(content(key))
+            array = np.frombuffer(content(key), dtype=np.float16).copy()
+            return array if kind == "array" else array.reshape(2, -1)
+
+        chain = chain_of(ns, 2)
+        stored = store.store_from(ns, chain, None, [lent(key) for key in chain], soon())
+        assert finished(store, stored).num_blocks == 2
+        empty = [lent(key) for key in chain_of(ns, 2, first=7)]
+        assert finished(store, store.load_into(ns, chain, empty, soon())).num_blocks == 2
+        assert [bytes(memoryview(buffer).cast("B")) for buffer in empty] == [content(key) for key in chain]  # type: ignore[arg-type]  # an array is a buffer
+
+    def test_buffers_that_cannot_hold_a_block_are_refused(self, store: BlockStore, ns: Namespace) -> None:
+        """By name and before anything is started: no tier is blamed for them."""
+        size, chain = LAYOUT.block_bytes, chain_of(ns, 1)
+        put(store, ns, chain)
+        unfit: list[tuple[str, object]] = [
+            ("gaps", memoryview(bytearray(2 * size))[::2]),
+            ("gaps", np.zeros((size, 2), np.uint8)[:, 0]),
+            ("at least", bytearray(size - 1)),
+            ("lend a", [0] * size),
+            ("lend a", None),
+        ]
+        for says, buffer in [*unfit, ("read-only", memoryview(bytes(size)))]:
+            with pytest.raises(LayoutError, match=says):
+                store.load_into(ns, chain, [buffer], soon())  # type: ignore[list-item]  # the mistake in question
+        for says, buffer in unfit:
+            with pytest.raises(LayoutError, match=says):
+                store.store_from(ns, chain, None, [buffer], soon())  # type: ignore[list-item]  # the same mistake
+        with pytest.raises(LayoutError, match="there are 0"):
+            store.load_into(ns, chain, [], soon())
+        assert served(store, chain) == 1
+
+    @pytest.mark.parametrize("deadline_s", [math.inf, 1e12, 1e300])
+    def test_a_deadline_may_be_as_far_as_one_likes(self, store: BlockStore, ns: Namespace, deadline_s: float) -> None:
+        chain = chain_of(ns, 2)
+        buffers = [bytearray(content(key)) for key in chain]
+        assert finished(store, store.store_from(ns, chain, None, buffers, deadline_s)).num_blocks == 2
+        prefetch = store.prefetch(chain, deadline_s)
+        while not prefetch.done:
+            store.wait(0.01)
+            store.poll()
+        assert prefetch.ready == 2
+        assert finished(store, store.load_into(ns, chain, buffers, deadline_s)).num_blocks == 2
+
+    def test_a_deadline_that_is_no_moment_is_refused(self, store: BlockStore, ns: Namespace) -> None:
+        chain = chain_of(ns, 1)
+        for deadline_s in (math.nan, None, "soon"):
+            for call in (
+                lambda d: store.prefetch(chain, d),
+                lambda d: store.load_into(ns, chain, [bytearray(LAYOUT.block_bytes)], d),
+                lambda d: store.store_from(ns, chain, None, [bytearray(LAYOUT.block_bytes)], d),
+            ):
+                with pytest.raises(DeadlineError, match="monotonic"):
+                    call(deadline_s)
+
     def test_a_prefetch_ends_whatever_there_is(self, store: BlockStore, ns: Namespace) -> None:
         put(store, ns, chain_of(ns, 2))
         for chain in (chain_of(ns, 2), chain_of(ns, 6), chain_of(ns, 3, first=5)):
@@ -168,10 +228,15 @@ class StoreContract:
             assert prefetch.ready == looked_up(store, chain).ready
 
     def test_a_closed_store_says_so(self, store: BlockStore, ns: Namespace) -> None:
+        lease = store.reserve(ns, 1)
         store.close()
         store.close()
         with pytest.raises(ClosedError):
             store.reserve(ns, 1)
+        with pytest.raises(ClosedError):
+            store.commit(lease, chain_of(ns, 1), None)
+        with pytest.raises(ClosedError):
+            store.arrive(Request("r", 0.0, ns.digest, 16), chain_of(ns, 1))
 
 
 def soon() -> float:
@@ -227,6 +292,7 @@ def finished(store: BlockStore, transfer: Transfer) -> Transfer:
     """The transfer, when it has given the buffers back."""
     give_up_s = soon()
     while not transfer.done or transfer.busy:
+        assert transfer.busy, "the buffers are given back before the transfer is done"
         assert time.monotonic() < give_up_s, "a transfer never ends"
         store.wait(0.01)
         store.poll()

@@ -28,6 +28,7 @@ _SMALL_REPLY_BYTES = 64 << 10
 _SKIP_BYTES = 64 << 10
 _IOVECS = 512  # the kernel takes 1,024 a call
 _TIMEOUT_SLACK_S = 0.005  # setting the timeout before each system call would be another one
+_MAX_TIMEOUT_S = 3600.0  # of one system call: a socket knows no infinity
 _NOT_YET = object()
 
 
@@ -194,7 +195,7 @@ class Wire:
         if now_s >= deadline_s:
             raise TimeoutError("the deadline has passed")
         if deadline_s != self._bounded_by_s or now_s > self._bounded_at_s + _TIMEOUT_SLACK_S:
-            self._sock.settimeout(deadline_s - now_s)
+            self._sock.settimeout(min(deadline_s - now_s, _MAX_TIMEOUT_S))
             self._bounded_by_s, self._bounded_at_s = deadline_s, now_s
 
 

@@ -377,6 +377,13 @@ def test_probing_tells_what_the_server_has_now(tier: RedisTier, raw: Any) -> Non
     assert probed(tier, many, soon()).count(True) == 2
 
 
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e12])
+def test_a_deadline_may_be_as_far_as_one_likes(tier: RedisTier, deadline_s: float) -> None:
+    assert tier.write(full([key(1)]), deadline_s) == [OK]
+    assert probed(tier, [key(1)], deadline_s) == [True]
+    assert tier.read(empty([key(1)]), deadline_s) == [OK]
+
+
 def test_clearing_takes_one_namespace_and_says_how_much(tier: RedisTier, raw: Any) -> None:
     other = bytes(16)
     store(tier, *keys(2500))

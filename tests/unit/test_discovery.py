@@ -34,6 +34,31 @@ def test_a_prefetch_finds_what_another_host_stored() -> None:
         w.assert_idle()
 
 
+def test_a_load_asks_for_what_no_table_knows() -> None:
+    """Without a prefetch before it, and while what is known is read."""
+    shared = stored_elsewhere(3)
+    with world(0, file=4, shared=shared) as w:
+        chain = w.chain(5)
+        w.store.store_from(w.ns, chain[:2], None, [content(key) for key in chain[:2]], w.clock() + 1)
+        w.settle()
+        lent = [bytearray(LAYOUT.block_bytes) for _ in chain]
+        transfer = w.store.load_into(w.ns, chain, lent, w.clock() + 1)
+        assert (transfer.done, transfer.busy) == (False, True)
+        w.settle()
+        assert (transfer.done, transfer.busy) == (True, False)
+        assert transfer.num_blocks == 3
+        assert [bytes(buffer) for buffer in lent[:3]] == [content(key) for key in chain[:3]]
+
+
+def test_a_load_whose_question_hangs_ends_at_its_deadline() -> None:
+    with world(0, shared=stored_elsewhere(2)) as w:
+        transfer = w.store.load_into(w.ns, w.chain(2), [bytearray(LAYOUT.block_bytes)] * 2, w.clock() + 1)
+        assert transfer.busy
+        w.clock.advance(1.1)
+        w.store.poll()
+        assert (transfer.done, transfer.busy, transfer.num_blocks) == (True, False, 0)
+
+
 def test_what_lies_on_file_is_not_asked_for() -> None:
     shared = stored_elsewhere(3)
     with world(0, file=4, shared=shared) as w:
