@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +21,8 @@ from kvstore.config import Config, FileConfig, MemoryConfig
 from kvstore.errors import ConfigError
 from kvstore.quantity import format_size
 from kvstore.servers import ServerReport, survey
+from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena
 
-HUGE_PAGE_BYTES = 2 << 20
 DIRECT_IO_BYTES = 64 << 10
 MIN_FILE_DESCRIPTORS = 1024
 MEMORY_SHARE = 0.8
@@ -100,14 +101,15 @@ def _memory(config: MemoryConfig) -> Finding:
 def _huge_pages(config: MemoryConfig) -> Finding:
     free = int(_read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "0"))
     needed = -(-config.capacity_bytes // HUGE_PAGE_BYTES)
-    shared = _chosen(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "[never]"))
-    private = _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled", "[never]"))
-    found = f"{free} of 2 MiB are free, {needed} needed; transparent ones: {shared} in shared memory, {private} else"
-    if free >= needed or shared in ("always", "within_size"):
+    with closing(Arena(HUGE_PAGE_BYTES, prefault=False, may_be_huge=False)) as arena:
+        arena.populate(0, HUGE_PAGE_BYTES)
+        collapses = arena.collapsed_bytes > 0
+    found = f"{free} of 2 MiB are reserved, {needed} needed; the kernel {'makes' if collapses else 'makes no'} others"
+    if free >= needed or collapses:
         return _ok("huge pages", found)
     advice = (
-        f"without them file I/O costs twice the CPU: sysctl vm.nr_hugepages={needed}, or"
-        " echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        f"without them file I/O runs at half its speed: sysctl vm.nr_hugepages={needed}, or Linux 6.1 or newer with"
+        " /sys/kernel/mm/transparent_hugepage/shmem_enabled on anything but deny"
     )
     return _warn("huge pages", found, advice)
 
@@ -241,8 +243,3 @@ def _read(path: str, otherwise: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return otherwise
-
-
-def _chosen(choices: str) -> str:
-    """The one in brackets: ``never`` of ``always [never]``."""
-    return choices.partition("[")[2].partition("]")[0]

@@ -2,8 +2,11 @@
 
 import mmap
 import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
@@ -12,7 +15,22 @@ from kvstore.testing.tier_contract import CAPACITY_BYTES, TierContract
 from kvstore.tiers import memory
 from kvstore.tiers.base import Tier
 from kvstore.tiers.domains import Arenas, DomainMemoryTier
-from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena, MemoryTier
+from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena, Mapping, MemoryTier
+
+
+def _can_collapse() -> bool:
+    """Whether the kernel should be able to put pages of shared memory together."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    major, minor = (int(part) for part in platform.release().split(".")[:2])
+    return (major, minor) >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+def _fields_of_mapping(address: int) -> dict[str, int]:
+    """Bytes by name of what the kernel says of the mapping that begins at ``address``."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"{address:x}-"))
+    fields = (line.split() for line in lines[start + 1 : start + 24])
+    return {name.rstrip(":"): 1024 * int(value) for name, value, *_ in fields if value.isdigit()}
 
 
 class TestMemoryTier(TierContract):
@@ -85,6 +103,36 @@ def test_huge_pages_are_taken_only_if_enough_are_free(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "_num_free_huge_pages", lambda: 1)
     arena = Arena(2 * HUGE_PAGE_BYTES)
     assert arena.page_bytes == mmap.PAGESIZE
+    arena.close()
+
+
+def test_populating_makes_huge_pages_and_leaves_bytes_as_they_are() -> None:
+    """As far as the kernel can; where it cannot, every page is there all the same."""
+    arena = Arena(4 * HUGE_PAGE_BYTES + mmap.PAGESIZE, prefault=False, may_be_huge=False)
+    for offset in (0, HUGE_PAGE_BYTES + 5, arena.capacity_bytes - 3):
+        arena.view(offset, 3)[:] = b"abc"
+    arena.populate(0, arena.capacity_bytes)
+    address = np.frombuffer(arena.view(0, 1), dtype=np.uint8).ctypes.data
+    assert address % HUGE_PAGE_BYTES == 0
+    fields = _fields_of_mapping(address)
+    assert fields["Rss"] == arena.capacity_bytes
+    assert fields["ShmemPmdMapped"] == arena.collapsed_bytes
+    assert arena.collapsed_bytes == (4 * HUGE_PAGE_BYTES if _can_collapse() else 0)
+    for offset in (0, HUGE_PAGE_BYTES + 5, arena.capacity_bytes - 3):
+        assert bytes(arena.view(offset, 3)) == b"abc"
+    assert bytes(arena.view(HUGE_PAGE_BYTES + 8, 100)) == bytes(100)
+    arena.close()
+
+
+@pytest.mark.skipif(not _can_collapse(), reason="this kernel puts no pages of shared memory together; Linux 6.1 does")
+def test_another_process_sees_the_same_huge_pages() -> None:
+    arena = Arena(2 * HUGE_PAGE_BYTES, prefault=False, may_be_huge=False)
+    arena.populate(0, arena.capacity_bytes)
+    other = Mapping(os.dup(arena.fd), arena.capacity_bytes, prefault=False)
+    address = np.frombuffer(other.view(0, 1), dtype=np.uint8).ctypes.data
+    other.view(0, other.capacity_bytes)[:] = b"x" * other.capacity_bytes
+    assert _fields_of_mapping(address)["ShmemPmdMapped"] == other.capacity_bytes
+    other.close()
     arena.close()
 
 
