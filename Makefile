@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
+VLLM_VENV := build/vllm-venv
+VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test mutants soak demo bench-tiers bench-sidecar bench-peers protos lock
+.PHONY: help setup check test test-vllm mutants soak demo bench-tiers bench-sidecar bench-peers protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +39,15 @@ test: setup ## Every test; make test ARGS="tests/unit -x" for some
 
 mutants: setup ## Plant faults in a copy of the product, one at a time, and see the suite kill each
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+test-vllm: $(VLLM_READY) ## Tests with the real vLLM, in an environment of its own: build/vllm-venv
+	$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(ARGS)
+
+$(VLLM_READY): requirements-vllm.lock
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock \
+		|| { echo "vLLM could not be installed, so nothing is known of how this works with it"; exit 1; }
+	@touch $@
 
 soak: setup ## Ten minutes of clients that die and return, against a host full of faults
 	$(BIN)/python -m tests.soak $(ARGS)

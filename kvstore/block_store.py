@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
-from kvstore.lease import Committed, Lookup, ReadLease, WriteLease
+from kvstore.lease import Committed, Location, Lookup, ReadLease, WriteLease
 from kvstore.lending import LentBuffer, Transfer
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
@@ -53,6 +53,9 @@ class BlockStore(Protocol):
 
     def reclaim(self, lease: WriteLease) -> None:
         """That copy has returned."""
+
+    def locate(self, lease: ReadLease | WriteLease) -> Location | None:
+        """Where the slots of a held lease lie, for other processes of the engine; None if it was lost."""
 
     def store_from(
         self,

@@ -126,6 +126,18 @@ class ReadLease:
 
 
 @dataclass(frozen=True, slots=True)
+class Location:
+    """Where the slots of a lease lie, for the other processes of an engine that hold them with its owner.
+
+    ``descriptors``, the owner's, are all that a process needs to have: the memory to map, and what keeps it from being
+    handed out again for as long as anybody has it open. ``offsets_bytes`` are those of the slots in that memory.
+    """
+
+    descriptors: tuple[int, ...]
+    offsets_bytes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """What the tables say of a chain."""
 

@@ -19,7 +19,7 @@ from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
 from kvstore.journal import Journal
 from kvstore.layout import Layout
-from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease, too_many_keys
+from kvstore.lease import Committed, LeaseState, Location, Lookup, ReadLease, WriteLease, too_many_keys
 from kvstore.lending import Lending, LentBuffer, Transfer, readable_bytes, writable_bytes
 from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
@@ -406,6 +406,11 @@ class Store:
         """Where each slot of RAM starts in the arena."""
         return self._memory.offsets_bytes(ns.fingerprint, slots) if self._memory else []
 
+    def locate(self, lease: ReadLease | WriteLease) -> Location | None:
+        """Where the slots of a held lease lie, for other processes of the engine."""
+        tier = self._arena_tier
+        return Location(tier.descriptors, self.offsets_bytes(lease.ns, lease.slots)) if tier else None
+
     def check(self) -> None:
         """Prove the invariants of every level; raises AssertionError. For tests and operators."""
         for level in self.slot_levels:
@@ -484,9 +489,7 @@ class Store:
 
     def _require_keys(self, ns: Namespace, keys: Sequence[BlockKey]) -> None:
         if any(not key.startswith(ns.digest) for key in keys):
-            raise LayoutError(
-                f"a key is of another namespace than that of model {ns.identity.model!r}; a bug of the caller"
-            )
+            raise LayoutError(f"a key is of another namespace than that of model {ns.identity.model!r}; a caller's bug")
 
 
 _NOWHERE = Namespace(Identity("", b""), Layout("uint8", 1, 1, (1,), 1))

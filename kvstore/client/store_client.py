@@ -23,7 +23,7 @@ from kvstore.deadline import bounded
 from kvstore.errors import ClosedError, LayoutError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
-from kvstore.lease import Committed, LeaseState, Lookup, ReadLease, WriteLease, too_many_keys
+from kvstore.lease import Committed, LeaseState, Location, Lookup, ReadLease, WriteLease, too_many_keys
 from kvstore.lending import LentBuffer, Transfer, readable_bytes, writable_bytes
 from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
@@ -309,6 +309,18 @@ class StoreClient:
         lease.require(LeaseState.QUARANTINED, "reclaim")
         lease.state = LeaseState.ENDED
         self._end(lease)
+
+    def locate(self, lease: ReadLease | WriteLease) -> Location | None:
+        """Where the slots of a held lease lie, for other processes of the engine; None if it was lost.
+
+        With the tie to the sidecar, so that a process that writes to them outlives nobody: they are handed out again
+        when all that have it are gone.
+        """
+        held = self._held.get(lease)
+        if held is None:
+            return None
+        tether = held.session.tether
+        return Location((tether.arena.fd, tether.connection.fileno()), list(lease.slots))
 
     # ---- lent buffers
 

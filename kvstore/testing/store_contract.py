@@ -7,6 +7,7 @@ else.
 """
 
 import math
+import mmap
 import time
 from collections.abc import Iterator, Sequence
 
@@ -92,6 +93,15 @@ class StoreContract:
             assert len(lease.views) == lease.num_blocks
             assert all(view.nbytes == LAYOUT.block_bytes and not view.readonly for view in lease.views)
             store.abort(lease)
+
+    def test_slots_of_a_lease_can_be_found_by_other_processes(self, store: BlockStore, ns: Namespace) -> None:
+        with store.reserve(ns, 3) as lease:
+            location = store.locate(lease)
+            assert location is not None
+            lease.views[2][:] = bytes(range(256)) * (LAYOUT.block_bytes // 256)
+            with mmap.mmap(location.descriptors[0], 0) as memory:
+                begin = location.offsets_bytes[2]
+                assert memory[begin : begin + LAYOUT.block_bytes] == bytes(lease.views[2])
 
     def test_a_lease_ends_once(self, store: BlockStore, ns: Namespace) -> None:
         lease = store.reserve(ns, 1)

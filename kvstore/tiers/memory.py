@@ -170,6 +170,11 @@ class MemoryTier:
         self.extent_bytes = extent_bytes or extent_bytes_for(arena.capacity_bytes)
         self._clock = clock
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What another process needs to map the arena; none where it is not one piece of shared memory."""
+        return (self.arena.fd,) if isinstance(self.arena, Mapping) else ()
+
     def slot_bytes(self, block_bytes: int) -> int:
         """Whole pages, so that O_DIRECT can move a slot as it is."""
         return layout.slot_bytes(block_bytes)

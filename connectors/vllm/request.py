@@ -1,0 +1,43 @@
+"""What of vLLM the scheduler half touches, as types: vLLM itself is not there where these are checked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Adapter(Protocol):
+    """vLLM's ``LoRARequest``."""
+
+    lora_name: str
+    lora_path: str
+
+
+class EngineRequest(Protocol):
+    """vLLM's ``Request``, which grows while it computes; ``block_hashes`` has every block whose tokens are known."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    num_tokens: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    skip_reading_prefix_cache: bool
+    lora_request: Adapter | None
+    kv_transfer_params: Mapping[str, Any] | None
+
+
+class Page(Protocol):
+    """vLLM's ``KVCacheBlock``."""
+
+    block_id: int
+
+
+class PagePool(Protocol):
+    """vLLM's ``BlockPool``: what is touched is not handed out again until it is freed as often."""
+
+    blocks: Sequence[Page]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Hold pages."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Let pages go."""

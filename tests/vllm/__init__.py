@@ -1,0 +1,1 @@
+"""Tests with the real vLLM, in its own environment: make test-vllm."""

@@ -1,0 +1,158 @@
+"""A process with one vLLM engine that does what a test says, one line at a time.
+
+python -m tests.vllm.engine ARGUMENTS     the engine's arguments as JSON; then a JSON list a line in, a JSON value out
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE_TOKENS = 32
+START_S = 180.0
+TRANSFER = {
+    "kv_connector": "KVStoreConnector",
+    "kv_connector_module_path": "connectors.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+NUMBERS = ("external_prefix_cache_queries", "external_prefix_cache_hits", "prefix_cache_hits", "kvstore_loaded_tokens")
+
+
+class Engine:
+    """What can be said to it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM  # noqa: PLC0415 - takes ten seconds, and is not there where the tests are checked
+
+        self._llm = LLM(
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            enforce_eager=True,
+            seed=0,
+            **arguments,
+        )
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+        """Answer the prompts together, greedily: their tokens, and how many of the prompt were cached."""
+        from vllm import SamplingParams  # noqa: PLC0415 - see above
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling)
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [{"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens} for output in outputs]
+
+    def numbers(self) -> dict[str, float]:
+        """Counters of vLLM, summed over engines; of ours, by tier."""
+        totals: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            name = metric.name.removeprefix("vllm:")
+            if name in NUMBERS:
+                name = "/".join([name, *([metric.labels["tier"]] if "tier" in metric.labels else [])])
+                totals[name] = totals.get(name, 0) + metric.value
+        return totals
+
+    def reset(self, connector: bool) -> bool:
+        """Forget the prefixes in vLLM's own pages, and the store's if asked for."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=connector))
+
+
+class EngineProcess:
+    """The same, from outside."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.say([name, *arguments])
+
+    def say(self, words: list[Any]) -> Any:
+        """Send a line and take the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> Any:
+        """The next answer; vLLM's own lines go to the log."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise AssertionError(f"the engine ended with {self.process.wait()}")
+
+
+@contextmanager
+def engine(
+    model: Path, log: Path, *, store: dict[str, Any] | None = None, env: dict[str, str] | None = None, **more: Any
+) -> Iterator[EngineProcess]:
+    """An engine for ``model``; with a connector for ``store``, which may be empty, or without any for None."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "block_size": PAGE_TOKENS,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 64 << 20,
+        **more,
+    }
+    if store is not None:
+        arguments["kv_transfer_config"] = {**TRANSFER, "kv_connector_extra_config": store}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "2",
+        "HF_HUB_OFFLINE": "1",
+        **(env or {}),
+    }
+    with log.open("a") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.engine", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=out,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        overdue = threading.Timer(START_S, process.kill)
+        overdue.start()
+        try:
+            started = EngineProcess(process)
+            try:
+                started.hear()
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {log.read_text()[-3000:]}") from None
+            overdue.cancel()
+            yield started
+        finally:
+            overdue.cancel()
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def main() -> None:
+    """Serve the test."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is log
+    served = Engine(json.loads(sys.argv[1]))
+    print('ANSWER "ready"', file=out, flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print("ANSWER " + json.dumps(getattr(served, name)(*arguments)), file=out, flush=True)
+    served._llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
