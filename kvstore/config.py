@@ -18,7 +18,7 @@ from kvstore.codecs.registry import CODECS
 from kvstore.errors import ConfigError
 from kvstore.policy import POLICIES
 from kvstore.quantity import format_size, parse_duration, parse_size
-from kvstore.tiers.redis_url import parse_url
+from kvstore.tiers.redis_url import parse_url, require_tls
 
 Admission = Literal["always", "second_touch", "on_evict"]
 """When a block in RAM is worth a copy in a tier below: at once, when it is used again, or when RAM evicts it."""
@@ -213,7 +213,7 @@ SETTINGS = (
     Setting("file.capacity", _size, None, '"500GB"', "disk for blocks, in all directories together"),
     Setting("file.write_per_day", _size, None, '"2TB"', "flash wears out: write no more than this; unset: no limit"),
     Setting("file.admission", _ADMISSION, "always", '"second_touch"', "which blocks are copied to file"),
-    Setting("redis.url", _redis_url, None, '"redis://host:6379/0"', "the server, Sentinel service or Cluster"),
+    Setting("redis.url", _redis_url, None, '"rediss://host:6379/0"', "the server, Sentinel service or Cluster"),
     Setting("redis.ttl", _duration_s, "24h", '"24h"', "the server drops blocks so long after their last use; 0: never"),
     Setting("redis.codec", _one_of(*CODECS), "none", '"none"', "how blocks are encoded"),
     Setting("redis.admission", _ADMISSION, "always", '"second_touch"', "which blocks are copied to Redis"),
@@ -246,6 +246,8 @@ SETTINGS = (
 )
 
 SECRETS = {"redis.password", "server.token"}
+
+_URL_LOGIN = re.compile(r"((?<=//)|^(?!.*//)).*@", re.DOTALL)
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
@@ -387,7 +389,7 @@ def _written(key: str, value: object) -> str:
         return "[" + ", ".join(_written(key, entry) for entry in value) + "]"
     if not isinstance(value, str):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    return '"' + (re.sub(r"//.*@", "//***@", value) if key == "redis.url" else value) + '"'
+    return '"' + (_URL_LOGIN.sub("***@", value) if key == "redis.url" else value) + '"'
 
 
 def _file(values: Mapping[str, Any], given: Mapping[str, Given]) -> FileConfig | None:
@@ -427,6 +429,7 @@ def _redis(values: Mapping[str, Any], given: Mapping[str, Given]) -> RedisConfig
     if not values["redis.url"]:
         _refuse_orphans("redis.url", given)
         return None
+    require_tls(parse_url(values["redis.url"]), *(values[f"redis.tls_{name}_file"] for name in ("ca", "cert", "key")))
     return RedisConfig(
         url=values["redis.url"],
         ttl_s=values["redis.ttl"],

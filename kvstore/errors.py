@@ -16,6 +16,10 @@ class LayoutError(KVStoreError):
     """A layout is impossible, does not fit a tier, or is not the one that was registered."""
 
 
+class IdentityError(KVStoreError):
+    """What says whose blocks they are is of the wrong kind, or out of range."""
+
+
 class TokenError(KVStoreError):
     """Token ids are out of range or not integers."""
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import TokenError
+from kvstore.errors import IdentityError, TokenError
 from kvstore.layout import Layout
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey
 
@@ -48,6 +48,7 @@ class Identity:
     ``weights`` is a digest of the weights themselves (``kvstore.weights``), so that new weights under the same name
     are a miss. ``salt`` isolates tenants. ``epoch`` is raised when weights change in place.
     ``hash_scheme`` names what hashed the chain: one of ``DIGESTS`` or an engine's own (``"vllm-sha256_cbor"``).
+    Raises ``IdentityError``.
     """
 
     model: str
@@ -58,6 +59,25 @@ class Identity:
     adapter_version: str = ""
     epoch: int = 0
     hash_scheme: str = "sha256"
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "salt", "adapter", "adapter_version", "hash_scheme"):
+            _require_text(name, getattr(self, name))
+        if not isinstance(self.weights, bytes):
+            raise IdentityError(
+                f"identity weights is a {type(self.weights).__name__}: give bytes, such as those of kvstore.weights"
+            )
+        if not isinstance(self.epoch, int) or not 0 <= self.epoch < 1 << 64:
+            raise IdentityError(f"identity epoch is {self.epoch!r}; it must be a whole number in [0, 2**64)")
+
+
+def _require_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise IdentityError(f"identity {name} is {value!r}; it must be a text, empty where there is none")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise IdentityError(f"identity {name} has characters that cannot be written: {error}") from error
 
 
 def namespace_digest(identity: Identity, layout: Layout) -> bytes:
@@ -90,7 +110,7 @@ def block_keys(
 
     ``parent`` is the key of the block before ``tokens[0]``, when the chain goes on. ``extras`` maps a block's index in
     this call to what else determines its content, such as image digests with their offsets, in bytes of the caller's
-    canonical encoding. Raises ``TokenError`` for ids outside [0, 2**32).
+    canonical encoding. Raises ``TokenError`` for what is no row of ids in [0, 2**32).
     """
     make = DIGESTS[scheme]
     link = make(_ROOT).digest() if parent is None else parent[NAMESPACE_DIGEST_BYTES:]
@@ -109,8 +129,13 @@ def _with_extras(rows: Iterable[tuple[bytes]], extras: Mapping[int, bytes]) -> I
 
 def _rows(tokens: TokenIds, tokens_per_block: int) -> bytes:
     """``"T" ‖ u32 n ‖ ids`` of every whole block, back to back."""
-    num_blocks = len(tokens) // tokens_per_block
-    ids = _uint32(tokens[: num_blocks * tokens_per_block])
+    try:
+        num_blocks = len(tokens) // tokens_per_block
+        ids = _uint32(tokens[: num_blocks * tokens_per_block])
+    except TypeError as error:
+        raise TokenError(f"token ids must be a sequence of integers, got a {type(tokens).__name__}") from error
+    if ids.ndim != 1:
+        raise TokenError(f"token ids must be one row of integers, got an array of shape {ids.shape}")
     rows = np.empty((num_blocks, 5 + 4 * tokens_per_block), dtype=np.uint8)
     rows[:, 0] = ord("T")
     rows[:, 1:5] = np.frombuffer(tokens_per_block.to_bytes(4, "little"), dtype=np.uint8)

@@ -21,6 +21,8 @@ ITEMSIZE_BYTES = {
     "uint8": 1,
 }
 
+MAX_COUNT = (1 << 32) - 1
+
 _FORMAT = b"tkv-layout-1"
 
 
@@ -36,7 +38,8 @@ class Layout:
     ``plane_dims`` is the content per token and head of each plane: ``(head_dim, head_dim)`` for K and V,
     ``(latent_dim,)`` with ``num_heads=1`` for MLA. ``num_heads`` counts KV heads of the whole model.
     ``quantisation`` names a scheme and its scales. ``engine_format`` is set where an engine's pages are opaque
-    (packed for an instruction set); such blocks never match those of another engine.
+    (packed for an instruction set); such blocks never match those of another engine. Raises ``LayoutError`` for what
+    can be no block.
     """
 
     dtype: str
@@ -48,15 +51,16 @@ class Layout:
     engine_format: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEMSIZE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE_BYTES:
             raise LayoutError(f"layout dtype {self.dtype!r} is not known; use one of {', '.join(ITEMSIZE_BYTES)}")
-        if not self.plane_dims:
-            raise LayoutError("layout has no planes; give plane_dims=(head_dim, head_dim) for K and V")
         for name in ("num_layers", "num_heads", "tokens_per_block"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"layout {name} is {getattr(self, name)}; it must be at least 1")
-        if min(self.plane_dims) < 1:
-            raise LayoutError(f"layout plane_dims is {self.plane_dims}; every plane needs at least one element")
+            _require_count(f"layout {name}", getattr(self, name))
+        if not isinstance(self.plane_dims, tuple) or not self.plane_dims:
+            raise LayoutError(f"layout plane_dims is {self.plane_dims!r}; give (head_dim, head_dim) for K and V")
+        for dim in self.plane_dims:
+            _require_count("layout plane_dims: a plane's elements", dim)
+        if not (isinstance(self.quantisation, str) and isinstance(self.engine_format, str)):
+            raise LayoutError("layout quantisation and engine_format are texts; leave out what there is none of")
 
     @cached_property
     def token_bytes(self) -> int:
@@ -82,6 +86,12 @@ class Layout:
         )
         framed = _FORMAT + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hashlib.sha256(framed).digest()[:FINGERPRINT_BYTES]
+
+
+def _require_count(name: str, value: object) -> None:
+    """Raises ``LayoutError`` unless it is a whole number that the fingerprint has room for."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_COUNT:
+        raise LayoutError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_COUNT}")
 
 
 @dataclass(frozen=True)

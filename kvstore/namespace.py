@@ -4,19 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvstore.errors import LayoutError
+from kvstore.errors import ConfigError, LayoutError
 from kvstore.hashing import DIGESTS, Identity, TokenIds, block_keys, namespace_digest
 from kvstore.layout import Layout
 from kvstore.types import BlockKey
 
+MAX_AGE_S = (1 << 32) - 1
+"""136 years."""
+
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything of a block's key but its tokens. ``max_age_s`` 0: blocks may stay for ever."""
+    """Everything of a block's key but its tokens. ``max_age_s`` 0: blocks may stay for ever.
+
+    Raises ``ConfigError`` for another.
+    """
 
     identity: Identity
     layout: Layout
     max_age_s: int = 0
+
+    def __post_init__(self) -> None:
+        age = self.max_age_s
+        if not isinstance(age, int) or not 0 <= age <= MAX_AGE_S:
+            raise ConfigError(f"max_age_s is {age!r}; it must be whole seconds from 0, for ever, to {MAX_AGE_S}")
 
     @cached_property
     def digest(self) -> bytes:

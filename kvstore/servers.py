@@ -7,7 +7,7 @@ from kvstore.config import RedisConfig
 from kvstore.errors import TierUnavailableError
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_log import memory_advice
-from kvstore.tiers.redis_node import Dialer, Node, tls_context
+from kvstore.tiers.redis_node import Dialer, Node, tls_of
 from kvstore.tiers.redis_topology import open_topology
 from kvstore.tiers.redis_url import parse_url
 
@@ -34,9 +34,8 @@ class ServerReport:
 def survey(config: RedisConfig) -> list[ServerReport]:
     """Every primary, each asked for a second at most. Raises ``ConfigError`` where the TLS files cannot be used."""
     where = parse_url(config.url)
-    tls = tls_context(config.tls_ca_file, config.tls_cert_file, config.tls_key_file) if where.tls else None
     dialer = Dialer(
-        tls=tls,
+        tls=tls_of(where, config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
         username=config.username or where.username,
         password=config.password or where.password,
         db=where.db,

@@ -18,7 +18,7 @@ from kvstore.tiers import redis_pipeline as pipeline
 from kvstore.tiers import redis_value as value
 from kvstore.tiers.base import BlockMove, StoredBlock
 from kvstore.tiers.redis_log import Troubles, memory_advice
-from kvstore.tiers.redis_node import Dialer, Node, tls_context
+from kvstore.tiers.redis_node import Dialer, Node, tls_of
 from kvstore.tiers.redis_pipeline import Command
 from kvstore.tiers.redis_topology import open_topology
 from kvstore.tiers.redis_url import parse_url
@@ -62,7 +62,7 @@ class RedisTier:
         if codec not in CODECS:
             raise ConfigError(f"redis codec {codec!r} is not known; use one of {', '.join(CODECS)}")
         dialer = Dialer(
-            tls=tls_context(tls_ca_file, tls_cert_file, tls_key_file) if where.tls else None,
+            tls=tls_of(where, tls_ca_file, tls_cert_file, tls_key_file),
             username=username or where.username,
             password=password or where.password,
             db=where.db,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.redis_url import Endpoint
+from kvstore.tiers.redis_url import Endpoint, RedisUrl, require_tls
 from kvstore.tiers.redis_wire import ServerError, Wire
 
 CONNECT_TIMEOUT_S = 1.0
@@ -75,11 +75,19 @@ class Dialer:
                 raise PermissionError(f"the server refuses {command[0]!r} of user {self.username!r}: {code}")
 
 
+def tls_of(where: RedisUrl, ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext | None:
+    """The TLS that a URL asks for. Raises ``ConfigError`` where a file cannot be used, or there is no use for it."""
+    require_tls(where, ca_file, cert_file, key_file)
+    return tls_context(ca_file, cert_file, key_file) if where.tls else None
+
+
 def tls_context(ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:
     """What to trust and show: the CA of ``ca_file`` alone, or the system's; our certificate, where servers ask for one.
 
     Certificate and host name are always checked. Raises ``ConfigError`` where a file cannot be used.
     """
+    if key_file and not cert_file:
+        raise ConfigError("redis.tls_key_file is set without a redis.tls_cert_file, whose key it would be: set both")
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
         if cert_file:

@@ -3,15 +3,17 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import TokenError
+from kvstore.errors import ConfigError, IdentityError, TokenError
 from kvstore.hashing import DIGESTS, Identity, block_keys, namespace_digest
 from kvstore.layout import Layout
+from kvstore.namespace import Namespace
 
 LAYOUT = Layout("bfloat16", 30, 3, (64, 64), 16)
 IDENTITY = Identity("HuggingFaceTB/SmolLM2-135M-Instruct", b"\x01" * 16, revision="main", salt="tenant-a")
@@ -105,6 +107,36 @@ def test_a_value_cannot_pass_for_that_of_another_field() -> None:
     one = replace(IDENTITY, salt="X", adapter="")
     other = replace(IDENTITY, salt="", adapter="X")
     assert namespace_digest(one, LAYOUT) != namespace_digest(other, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "weights", "revision", "salt", "adapter", "adapter_version", "epoch", "hash_scheme"]
+)
+@pytest.mark.parametrize("value", [None, 1.5, [1]])
+def test_an_identity_of_the_wrong_kind_is_refused_by_field(field: str, value: object) -> None:
+    with pytest.raises(IdentityError, match=field):
+        replace(IDENTITY, **{field: value})  # type: ignore[arg-type]  # the mistake in question
+
+
+@pytest.mark.parametrize("change", [{"epoch": -1}, {"epoch": 1 << 64}, {"weights": "digest"}, {"salt": "\ud800"}])
+def test_an_identity_out_of_range_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(IdentityError, match=next(iter(change))):
+        replace(IDENTITY, **change)  # type: ignore[arg-type]  # any field
+
+
+@pytest.mark.parametrize("age", [-1, 1.5, None, 1 << 32, "1h"])
+def test_an_age_that_is_no_number_of_seconds_is_refused(age: Any) -> None:
+    with pytest.raises(ConfigError, match="max_age_s"):
+        Namespace(IDENTITY, LAYOUT, age)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [np.zeros((16, 2), np.int64), np.zeros((16, 1), np.int64), [[1]] * 16, 5, iter([1]), None, {1: 2}, "a" * 16],
+)
+def test_what_is_no_row_of_token_ids_is_refused(tokens: Any) -> None:
+    with pytest.raises(TokenError):
+        Namespace(IDENTITY, LAYOUT).keys(tokens)
 
 
 def test_a_chain_goes_on_where_its_parent_ended() -> None:

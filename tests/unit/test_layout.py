@@ -1,5 +1,7 @@
 """Layouts: sizes, and what is refused. Fingerprints: tests/unit/test_hashing.py."""
 
+from typing import Any
+
 import pytest
 
 from kvstore.errors import LayoutError
@@ -27,10 +29,26 @@ def test_slots_are_whole_pages() -> None:
         ("float16", 1, 1, (), 1),
         ("float16", 1, 1, (0,), 1),
         ("float16", 1, 1, (1,), 0),
+        ("float16", 1.5, 1, (1,), 1),
+        ("float16", "1", 1, (1,), 1),
+        ("float16", True, 1, (1,), 1),
+        ("float16", 1 << 32, 1, (1,), 1),
+        ("float16", 1, None, (1,), 1),
+        ("float16", 1, 1, (64.0,), 1),
+        ("float16", 1, 1, (1 << 32,), 1),
+        ("float16", 1, 1, [64, 64], 1),
+        ("float16", 1, 1, 64, 1),
+        (None, 1, 1, (64,), 1),
+        ([], 1, 1, (64,), 1),
     ],
 )
-def test_impossible_layouts_are_refused(
-    dtype: str, layers: int, heads: int, dims: tuple[int, ...], tokens: int
-) -> None:
+def test_impossible_layouts_are_refused(dtype: Any, layers: Any, heads: Any, dims: Any, tokens: Any) -> None:
     with pytest.raises(LayoutError, match="layout"):
         Layout(dtype, layers, heads, dims, tokens)
+
+
+@pytest.mark.parametrize("field", ["quantisation", "engine_format"])
+def test_a_scheme_that_is_no_text_is_refused(field: str) -> None:
+    extra: dict[str, Any] = {field: None}
+    with pytest.raises(LayoutError, match=field):
+        Layout("float16", 1, 1, (1,), 1, **extra)
