@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.engine_side import PATIENCE_S, Engine
-from bench.file_rows import BareFile, Lane, bare_loops
+from bench.file_rows import BareFile, bare_loops
+from bench.lane import Lane
 from bench.memory_rows import copy_into_arena, copy_out_of_arena
 from bench.report import build_folder
 from bench.scale import MIB, Scale
@@ -73,7 +74,7 @@ def _rows_of(block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=build_folder())))
         levels = Levels(folder / "tier", block_bytes, num_blocks, stack)
         engine = levels.engine
-        lane = stack.enter_context(closing(Lane()))
+        lane = stack.enter_context(closing(Lane("file")))
         arena = stack.enter_context(closing(Arena(num_bytes)))
         np.frombuffer(arena.view(0, num_bytes), dtype=np.uint8)[:] = engine.computed.reshape(-1)
         bare = stack.enter_context(closing(BareFile(folder / "bare", arena.view(0, num_bytes), lane)))

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 
 from bench.engine_side import layout_of
+from bench.lane import Job, Lane
 from bench.pages import Bytes, noise
 from bench.report import build_folder
 from bench.scale import MIB, Scale
 from bench.turns import Row, Work, rows
 from kvstore.layout import slot_bytes
-from kvstore.mover import LANE_SHAPES, ThreadExecutor
+from kvstore.mover import LANE_SHAPES
 from kvstore.testing.blocks import key_of
 from kvstore.tiers.base import BlockMove
 from kvstore.tiers.file import FileTier
@@ -33,40 +33,11 @@ OPERATION_BYTES = (MIB, 2 * MIB, 4 * MIB)
 """Sizes of operation that the bare loop tries beside that of a block."""
 SHAPE = LANE_SHAPES["file"]
 
-Job = Callable[[], object]
-
 
 def file_rows(scale: Scale) -> Iterator[Row]:
     for block_bytes, ratio in WANTED.items():
         yield from _rows_of(block_bytes, ratio, scale)
     yield from _fio_rows(scale)
-
-
-class Lane:
-    """As many threads as the store has for its files."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadExecutor("bench", SHAPE.num_threads)
-        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Every job once; raises what the first one to fail raised."""
-        for job in jobs:
-            self._executor.submit(partial(self._run, job))
-        errors = [self._results.get() for _ in jobs]
-        for error in filter(None, errors):
-            raise error
-
-    def close(self) -> None:
-        self._executor.close()
-
-    def _run(self, job: Job) -> None:
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001 - it belongs to the thread that waits
-            self._results.put(error)
-        else:
-            self._results.put(None)
 
 
 class BareFile:
@@ -137,7 +108,7 @@ def _rows_of(block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
     num_bytes = num_blocks * block_bytes
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=build_folder())))
-        lane = stack.enter_context(closing(Lane()))
+        lane = stack.enter_context(closing(Lane("file")))
         tier = TierFiles(folder / "tier", block_bytes, num_blocks, lane, stack)
         bare = stack.enter_context(closing(BareFile(folder / "bare", tier.memory[:num_bytes], lane)))
         tier.write()

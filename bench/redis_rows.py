@@ -9,6 +9,7 @@ import numpy as np
 import redis
 
 from bench.engine_side import layout_of
+from bench.lane import Lane
 from bench.pages import Bytes, noise
 from bench.scale import MIB, Scale
 from bench.turns import Row, Work, rows
@@ -34,9 +35,9 @@ def redis_rows(scale: Scale) -> Iterator[Row]:
 
 
 class TierValues:
-    """Blocks in an arena and their values on a server: all of them written, or read, a ticket at a time."""
+    """Blocks in an arena and their values on a server: all of them written, or read, by the threads of its lane."""
 
-    def __init__(self, url: str, block_bytes: int, num_blocks: int, stack: ExitStack) -> None:
+    def __init__(self, url: str, block_bytes: int, num_blocks: int, lane: Lane, stack: ExitStack) -> None:
         stride = slot_bytes(block_bytes)
         arena = stack.enter_context(closing(Arena(num_blocks * stride)))
         memory = np.frombuffer(arena.view(0, num_blocks * stride), dtype=np.uint8)
@@ -50,23 +51,26 @@ class TierValues:
         ]
         size = max(1, TICKET_BYTES // block_bytes)
         self.tickets = [moves[start : start + size] for start in range(0, num_blocks, size)]
-        self.write: Work = partial(_each, self.tickets, partial(_whole, tier.write))
-        self.read: Work = partial(_each, self.tickets, partial(_whole, tier.read))
+        self.write: Work = partial(lane.run, [partial(_whole, tier.write, ticket) for ticket in self.tickets])
+        self.read: Work = partial(lane.run, [partial(_whole, tier.read, ticket) for ticket in self.tickets])
 
 
-def raw_loops(client: "redis.Redis", tickets: Sequence[Sequence[BlockMove]]) -> tuple[dict[str, Work], dict[str, Work]]:
+def raw_loops(
+    client: "redis.Redis", tickets: Sequence[Sequence[BlockMove]], lane: Lane
+) -> tuple[dict[str, Work], dict[str, Work]]:
     """The same blocks as plain values, without header or checksum."""
     return (
-        {"pipelined SET": partial(_each, tickets, partial(_set, client))},
-        {"pipelined GET": partial(_each, tickets, partial(_get, client))},
+        {"pipelined SET": partial(lane.run, [partial(_set, client, ticket) for ticket in tickets])},
+        {"pipelined GET": partial(lane.run, [partial(_get, client, ticket) for ticket in tickets])},
     )
 
 
 def _rows_of(server: ValkeyServer, block_bytes: int, ratio: float, scale: Scale) -> list[Row]:
     num_blocks = max(1, scale.redis_bytes // block_bytes)
     with ExitStack() as stack:
-        tier = TierValues(server.url, block_bytes, num_blocks, stack)
-        sets, gets = raw_loops(stack.enter_context(server.client()), tier.tickets)
+        lane = stack.enter_context(closing(Lane("redis")))
+        tier = TierValues(server.url, block_bytes, num_blocks, lane, stack)
+        sets, gets = raw_loops(stack.enter_context(server.client()), tier.tickets, lane)
         for write in (tier.write, *sets.values()):
             write()
         return rows(
@@ -78,11 +82,6 @@ def _rows_of(server: ValkeyServer, block_bytes: int, ratio: float, scale: Scale)
             scale.repeats,
             {"write": ratio, "read": ratio},
         )
-
-
-def _each(tickets: Sequence[Sequence[BlockMove]], move_all: Callable[[Sequence[BlockMove]], None]) -> None:
-    for ticket in tickets:
-        move_all(ticket)
 
 
 def _whole(call: Callable[[Sequence[BlockMove], float], list[Outcome]], ticket: Sequence[BlockMove]) -> None:

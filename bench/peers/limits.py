@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from redis import Redis
 
-from bench.file_rows import BareFile, Lane, bare_loops
+from bench.file_rows import BareFile, bare_loops
+from bench.lane import Lane
 from bench.memory_rows import copy
 from bench.pages import noise, on_pages
 from bench.peers.side import Task, Ways, serve
@@ -33,7 +34,7 @@ def memory(task: Task) -> Iterator[Mapping[str, Ways]]:
 def file(task: Task) -> Iterator[Mapping[str, Ways]]:
     """As many threads as our lane has, in operations of a block or larger."""
     with ExitStack() as stack:
-        lane = stack.enter_context(closing(Lane()))
+        lane = stack.enter_context(closing(Lane("file")))
         computed = noise(task.num_blocks, task.block_bytes)
         arena = stack.enter_context(closing(Arena(computed.nbytes)))
         memory = arena.view(0, computed.nbytes)
@@ -48,8 +49,9 @@ def file(task: Task) -> Iterator[Mapping[str, Ways]]:
 def redis(task: Task) -> Iterator[Mapping[str, Ways]]:
     """Plain values; no limit to a client that does without redis-py."""
     with ExitStack() as stack:
-        tickets = TierValues(task.redis_url, task.block_bytes, task.num_blocks, stack).tickets
-        sets, gets = raw_loops(stack.enter_context(Redis.from_url(task.redis_url)), tickets)
+        lane = stack.enter_context(closing(Lane("redis")))
+        tickets = TierValues(task.redis_url, task.block_bytes, task.num_blocks, lane, stack).tickets
+        sets, gets = raw_loops(stack.enter_context(Redis.from_url(task.redis_url)), tickets, lane)
         for write in sets.values():
             write()
         yield {"write": sets, "read": gets}

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.engine_side import Engine, layout_of
-from bench.file_rows import Lane, TierFiles
+from bench.file_rows import TierFiles
+from bench.lane import Lane
 from bench.pages import Bytes, noise
 from bench.peers.side import INDEX_BLOCK_BYTES, TOKENS_PER_BLOCK, Task, Ways, counted, serve
 from bench.redis_rows import TierValues
@@ -42,7 +43,7 @@ def daemon(task: Task) -> Iterator[Mapping[str, Ways]]:
 def file(task: Task) -> Iterator[Mapping[str, Ways]]:
     """From and into an arena, with O_DIRECT, header and checksum."""
     with ExitStack() as stack:
-        lane = stack.enter_context(closing(Lane()))
+        lane = stack.enter_context(closing(Lane("file")))
         tier = TierFiles(Path(task.folder), task.block_bytes, task.num_blocks, lane, stack)
         yield _tier(tier.write, tier.read, tier.blocks)
 
@@ -51,7 +52,8 @@ def file(task: Task) -> Iterator[Mapping[str, Ways]]:
 def redis(task: Task) -> Iterator[Mapping[str, Ways]]:
     """From and into an arena, with header and checksum."""
     with ExitStack() as stack:
-        tier = TierValues(task.redis_url, task.block_bytes, task.num_blocks, stack)
+        lane = stack.enter_context(closing(Lane("redis")))
+        tier = TierValues(task.redis_url, task.block_bytes, task.num_blocks, lane, stack)
         yield _tier(tier.write, tier.read, tier.blocks)
 
 

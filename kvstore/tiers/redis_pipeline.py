@@ -6,6 +6,7 @@ must hold for us, and a deadline is noticed soon.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -52,16 +53,25 @@ def clear(wire: Wire, pattern: bytes, deadline_s: Callable[[], float]) -> Iterat
 
 
 def write(wire: Wire, moves: Sequence[BlockMove], codec: Codec, ttl_s: int, deadline_s: float) -> Iterator[Answer]:
-    """SET every block; after the first one for which the server has no memory, none is sent any more."""
-    start = 0
+    """SET every block; after the first one for which the server has no memory, none is sent any more.
+
+    Half a pipeline is on its way while the other half is answered, so that the server always has something to do.
+    """
+    sent: deque[Sequence[int]] = deque()
+    start = num_answered = 0
     is_full = False
-    while start < len(moves) and not is_full:
-        batch = _first(moves, start, PIPELINE_BYTES)
-        for answer in _write_batch(wire, batch, codec, ttl_s, deadline_s):
+    while sent or (start < len(moves) and not is_full):
+        while start < len(moves) and not is_full and len(sent) < 2:
+            batch = _first(moves, start, PIPELINE_BYTES // 2)
+            sent.append(_send_blocks(wire, batch, codec, ttl_s, deadline_s))
+            start += len(batch)
+        for num_commands in sent.popleft():
+            replies = [wire.reply(deadline_s) for _ in range(num_commands)]
+            answer = _written(wire, replies) if replies else Outcome.ABSENT  # too old: it would be gone by now
             is_full = is_full or (isinstance(answer, ServerError) and answer.code == "OOM")
+            num_answered += 1
             yield answer
-        start += len(batch)
-    yield from [Outcome.FULL] * (len(moves) - start)
+    yield from [Outcome.FULL] * (len(moves) - num_answered)
 
 
 def read(wire: Wire, moves: Sequence[BlockMove], deadline_s: float) -> Iterator[Answer]:
@@ -90,9 +100,8 @@ def _first(moves: Sequence[BlockMove], start: int, max_bytes: int) -> Sequence[B
     return moves[start:end]
 
 
-def _write_batch(
-    wire: Wire, batch: Sequence[BlockMove], codec: Codec, ttl_s: int, deadline_s: float
-) -> Iterator[Answer]:
+def _send_blocks(wire: Wire, batch: Sequence[BlockMove], codec: Codec, ttl_s: int, deadline_s: float) -> Sequence[int]:
+    """Send the SET commands of the blocks; returns how many each block took, 0 for one that is too old."""
     now_s = time.time()
     buffers: list[Buffer] = []
     commands_of = []
@@ -105,9 +114,7 @@ def _write_batch(
         buffers += _set_block(move.key, head, stored, lifetime_ms)
         commands_of.append(value.num_parts(len(stored)))
     wire.send(buffers, sum(commands_of), deadline_s)
-    for num_commands in commands_of:
-        replies = [wire.reply(deadline_s) for _ in range(num_commands)]
-        yield _written(wire, replies) if replies else Outcome.ABSENT  # too old: it would be gone by now
+    return commands_of
 
 
 def _written(wire: Wire, replies: Sequence[object]) -> Answer:
