@@ -459,12 +459,12 @@ def test_a_past_deadline_is_late_at_once(tier: RedisTier) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://:secret@host", "scheme 'http'"),
+        ("http://:secret@host", "begins with none of redis://"),
         ("redis://user:secret@host:port", "port"),
-        ("redis://user:secret@host:70000", "70000"),
+        ("redis://user:secret@host:70000", "port"),
         ("redis://user:secret@", "no host"),
-        ("redis://user:secret@host/x", "db"),
-        ("redis://user:secret@host?timeout=5", "timeout"),
+        ("redis://user:secret@host/x", "database"),
+        ("redis://user:secret@host?timeout=5", "option"),
         ("unix://", "no socket"),
         ("redis+sentinel://user:secret@host", "service"),
         ("redis+cluster://user:secret@host,,", "no host"),
