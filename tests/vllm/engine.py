@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.prompts import PAGE_TOKENS
+
 ROOT = Path(__file__).parents[2]
-PAGE_TOKENS = 32
+
 START_S = 180.0
 TRANSFER = {
     "kv_connector": "KVStoreConnector",
@@ -22,7 +24,13 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-NUMBERS = ("external_prefix_cache_queries", "external_prefix_cache_hits", "prefix_cache_hits", "kvstore_loaded_tokens")
+NUMBERS = (
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "prefix_cache_hits",
+    "kvstore_loaded_tokens",
+    "num_preemptions",
+)
 
 
 class Engine:
@@ -45,7 +53,31 @@ class Engine:
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling)
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        self._settle()
         return [{"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens} for output in outputs]
+
+    def _settle(self) -> None:
+        """What an engine process does by itself: step on until what was stored is stored."""
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            core.step_fn()
+
+    def scribble(self) -> None:
+        """Overwrite the store's RAM. Only for an engine in one process, with a store of its own."""
+        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        arena = connector._scheduler.store.arena
+        arena.view(0, arena.capacity_bytes)[:] = b"\x3c" * arena.capacity_bytes
+
+    def held(self) -> dict[str, int]:
+        """What the scheduler half and vLLM's pool hold for requests. Only for an engine in one process."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        half, pool = scheduler.connector._scheduler, scheduler.kv_cache_manager.block_pool
+        return {
+            "requests": len(half._requests) + half.planner.num_requests,
+            "copies": len(half._loads) + len(half._stores),
+            "pages": sum(page.ref_cnt for page in pool.blocks if not page.is_null),
+            "pins": sum(p.num_pinned for level in half.store.slot_levels for _, p in level.pools()),
+        }
 
     def numbers(self) -> dict[str, float]:
         """Counters of vLLM, summed over engines; of ours, by tier."""
@@ -89,9 +121,12 @@ class EngineProcess:
 
 @contextmanager
 def engine(
-    model: Path, log: Path, *, store: dict[str, Any] | None = None, env: dict[str, str] | None = None, **more: Any
+    model: Path, log: Path, *, store: dict[str, Any] | None = None, processes: bool = False, **more: Any
 ) -> Iterator[EngineProcess]:
-    """An engine for ``model``; with a connector for ``store``, which may be empty, or without any for None."""
+    """An engine for ``model``; with a connector for ``store``, which may be empty, or without any for None.
+
+    ``processes``: in three of them, as it is deployed, which takes a minute to start; or all in one.
+    """
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
@@ -109,7 +144,7 @@ def engine(
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "2",
         "HF_HUB_OFFLINE": "1",
-        **(env or {}),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
     }
     with log.open("a") as out:
         process = subprocess.Popen(

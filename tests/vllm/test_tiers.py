@@ -3,46 +3,79 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
+from kvstore.testing.valkey import ValkeyServer
+from tests.vllm.engine import EngineProcess, engine
+from tests.vllm.prompts import CROWD, NUM_TOKENS, PAGE_TOKENS, PROMPT
 
-from tests.vllm.engine import PAGE_TOKENS, engine
-from tests.vllm.models import tiny_llama
-
-PROMPT = [(7 * index + index * index) % 500 + 3 for index in range(10 * PAGE_TOKENS + 5)]
-NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+WHOLE_BLOCKS = 10 * PAGE_TOKENS
+Expected = dict[str, list[list[int]]]
 
 
-@pytest.fixture(scope="session")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """What vLLM says on its own."""
-    with engine(model, tmp_path_factory.mktemp("log") / "plain.log") as plain:
-        tokens: list[int] = plain.generate([PROMPT], NUM_TOKENS)[0]["tokens"]
-        assert len(set(tokens)) > 4, "a model that repeats itself shows nothing"
-        return tokens
-
-
-def file_store(directory: Path) -> dict[str, Any]:
+def store_in(directory: Path, **more: object) -> dict[str, Any]:
     return {
         "memory": {"capacity": "64MiB"},
         "file": {"directories": [str(directory)], "capacity": "128MiB"},
+        **more,
     }
 
 
-def test_ram_then_files_after_a_restart(model: Path, expected: list[int], tmp_path: Path) -> None:
-    store = file_store(tmp_path / "kv")
-    with engine(model, tmp_path / "1.log", store=store) as first:
-        cold = first.generate([PROMPT], NUM_TOKENS)[0]
-        assert (cold["tokens"], cold["cached"]) == (expected, 0)
-        assert first.reset(False)
-        warm = first.generate([PROMPT], NUM_TOKENS)[0]
-        assert (warm["tokens"], warm["cached"]) == (expected, 10 * PAGE_TOKENS)
-        assert first.numbers()["external_prefix_cache_hits"] == 10 * PAGE_TOKENS
-    with engine(model, tmp_path / "2.log", store=store) as second:
-        warm = second.generate([PROMPT], NUM_TOKENS)[0]
-        assert (warm["tokens"], warm["cached"]) == (expected, 10 * PAGE_TOKENS)
-        assert second.numbers()["kvstore_loaded_tokens/file"] == 10 * PAGE_TOKENS
+def ask(process: EngineProcess) -> tuple[list[int], int]:
+    answer = process.generate([PROMPT], NUM_TOKENS)[0]
+    return answer["tokens"], answer["cached"]
+
+
+def test_every_tier_gives_the_tokens_of_vllm_alone(model: Path, expected: Expected, tmp_path: Path) -> None:
+    (tokens,) = expected["one"]
+    with ValkeyServer() as valkey:
+        redis = {"redis": {"url": valkey.url}}
+        with engine(model, tmp_path / "1.log", store=store_in(tmp_path / "kv", **redis)) as first:
+            assert ask(first) == (tokens, 0)
+            assert first.numbers()["external_prefix_cache_hits"] == 0
+            first.reset(False)
+            assert ask(first) == (tokens, WHOLE_BLOCKS), "from RAM"
+            assert first.numbers()["external_prefix_cache_hits"] == WHOLE_BLOCKS
+            assert first.numbers()["kvstore_loaded_tokens/memory"] == WHOLE_BLOCKS
+            assert set(first.held().values()) == {0}, "something leaks"
+        with engine(model, tmp_path / "2.log", store=store_in(tmp_path / "kv")) as restarted:
+            assert ask(restarted) == (tokens, WHOLE_BLOCKS), "from files, after a restart"
+            assert restarted.numbers()["kvstore_loaded_tokens/file"] == WHOLE_BLOCKS
+            restarted.scribble()
+            restarted.reset(False)
+            wrong, cached = ask(restarted)
+            assert cached == WHOLE_BLOCKS
+            assert wrong != tokens, "what is loaded is not what is computed with"
+        with engine(model, tmp_path / "3.log", store=store_in(tmp_path / "fresh", **redis)) as elsewhere:
+            assert ask(elsewhere) == (tokens, WHOLE_BLOCKS), "from Redis, on another host"
+            assert elsewhere.numbers()["kvstore_loaded_tokens/redis"] == WHOLE_BLOCKS
+
+
+def test_damage_in_a_file_is_a_miss(model: Path, expected: Expected, tmp_path: Path) -> None:
+    (tokens,) = expected["one"]
+    with engine(model, tmp_path / "1.log", store=store_in(tmp_path / "kv")) as first:
+        assert ask(first) == (tokens, 0)
+    damaged = 0
+    for file in (tmp_path / "kv").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 20:
+            content = bytearray(file.read_bytes())
+            for offset in range(0, len(content), 4096):
+                if any(content[offset : offset + 4096]):
+                    content[offset + 100] ^= 0x10
+                    damaged += 1
+            file.write_bytes(content)
+    assert damaged > 10
+    with engine(model, tmp_path / "2.log", store=store_in(tmp_path / "kv")) as second:
+        assert ask(second) == (tokens, 0)
+
+
+def test_a_crowd_is_preempted_and_leaves_nothing_behind(model: Path, expected: Expected, tmp_path: Path) -> None:
+    pages = 60 * PAGE_TOKENS * 2 * 3 * 2 * 32 * 4  # tokens, K and V, layers, heads, dim, float32
+    few: dict[str, Any] = {"kv_cache_memory_bytes": pages, "max_num_batched_tokens": 256, "max_model_len": 512}
+    with engine(model, tmp_path / "1.log", store={"memory": {"capacity": "64MiB"}}, **few) as crowded:
+        for _ in range(2):
+            answers = crowded.generate(CROWD, NUM_TOKENS)
+            assert [answer["tokens"] for answer in answers] == expected["crowd"]
+            assert set(crowded.held().values()) == {0}
+            crowded.reset(False)
+        numbers = crowded.numbers()
+        assert numbers["num_preemptions"] > 0
+        assert numbers["external_prefix_cache_hits"] > 24 * 4 * PAGE_TOKENS
