@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tests.vllm.engine import engine
 from tests.vllm.models import from_gguf
@@ -20,10 +21,11 @@ def test_a_real_models_prompt_is_served_from_files(tmp_path: Path) -> None:
         "memory": {"capacity": "256MiB"},
         "file": {"directories": [str(tmp_path / "kv")], "capacity": "512MiB"},
     }
-    with engine(model, tmp_path / "plain.log") as plain:
+    room: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20}
+    with engine(model, tmp_path / "plain.log", **room) as plain:
         tokens = plain.generate([TEXT], 24)[0]["tokens"]
-    with engine(model, tmp_path / "1.log", store=store) as first:
+    with engine(model, tmp_path / "1.log", store=store, **room) as first:
         # The length is a whole number of pages: the last token of a full hit is computed all the same.
         assert first.generate([TEXT], 24)[0] == {"tokens": tokens, "cached": 0}
-    with engine(model, tmp_path / "2.log", store=store) as second:
+    with engine(model, tmp_path / "2.log", store=store, **room) as second:
         assert second.generate([TEXT], 24)[0] == {"tokens": tokens, "cached": 5 * PAGE_TOKENS}

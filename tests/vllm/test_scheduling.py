@@ -1,0 +1,179 @@
+"""The connector under vLLM's own schedulers: what is offered, loaded, held and given back."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.prompts import PAGE_TOKENS
+from tests.vllm.runner import Runner, answer_to
+
+STORE = {"memory": {"capacity": "16MiB"}}
+PROMPT = list(range(1, 6 * PAGE_TOKENS + 1))
+NOTHING_HELD = {"requests": 0, "copies": 0, "pages": 0, "pins": 0}
+Make = Callable[..., Runner]
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Make]:
+    """Runners, closed afterwards."""
+    made = []
+
+    def one(store: dict[str, Any] | None = None, *, num_pages: int = 64, **options: Any) -> Runner:
+        made.append(Runner(model, store or STORE, num_pages=num_pages, **options))
+        return made[-1]
+
+    yield one
+    for runner in made:
+        runner.close()
+
+
+def served(runner: Runner) -> int:
+    """Tokens that the store gave, of this and every earlier request."""
+    return sum(count for name, count in runner.counts.items() if name.startswith("tokens_from_"))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_whole_prompt_is_loaded_but_for_its_last_token(make: Make, is_async: bool) -> None:
+    runner = make(is_async=is_async)
+    for name in ("cold", "warm"):
+        runner.add(name, PROMPT)
+        runner.run()
+        assert runner.tokens[name] == answer_to(PROMPT, 8)
+        assert runner.held() == NOTHING_HELD
+        assert runner.scheduler.reset_prefix_cache()
+    assert served(runner) == 5 * PAGE_TOKENS
+
+
+def test_what_vllm_has_itself_is_not_loaded(make: Make) -> None:
+    runner = make()
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.add("warm", PROMPT)
+    runner.run()
+    assert served(runner) == 0
+    assert runner.held() == NOTHING_HELD
+
+
+def test_a_request_has_one_pin_and_one_answer(make: Make) -> None:
+    runner = make()
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    runner.add("warm", PROMPT)
+    (request,) = runner.scheduler.requests.values()
+    connector = runner.scheduler.connector
+    answers = {connector.get_num_new_matched_tokens(request, 0) for _ in range(3)}
+    assert answers == {(5 * PAGE_TOKENS, True)}
+    assert runner.held()["pins"] == 5
+    assert connector.get_num_new_matched_tokens(request, 2 * PAGE_TOKENS) == (3 * PAGE_TOKENS, True)
+    runner.run()
+    assert runner.tokens["warm"] == answer_to(PROMPT, 8)
+
+
+def test_a_pin_ends_at_its_deadline_and_is_taken_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.vllm.scheduler_half.PIN_S", 0.0)
+    runner = make()
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    runner.add("warm", PROMPT)
+    (request,) = runner.scheduler.requests.values()
+    assert runner.half.offer(request, 0) == 5 * PAGE_TOKENS
+    runner.half.build({})
+    assert runner.held()["pins"] == 0
+    assert runner.half.offer(request, 0) == 5 * PAGE_TOKENS
+    runner.run()
+    assert runner.tokens["warm"] == answer_to(PROMPT, 8)
+    assert served(runner) == 5 * PAGE_TOKENS
+
+
+def test_a_load_that_fails_is_computed_and_not_offered_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make()
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    monkeypatch.setattr("connectors.vllm.worker_half.ArenaView", _refuse)
+    runner.worker._worker._arenas.clear()
+    runner.add("warm", PROMPT)
+    runner.run()
+    assert runner.tokens["warm"] == answer_to(PROMPT, 8)
+    assert runner.num_failed_pages == 5
+    assert runner.counts["failed_loads"] == 1
+    assert runner.held() == NOTHING_HELD
+
+
+def test_a_load_whose_lease_is_lost_is_computed(make: Make) -> None:
+    runner = make()
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    pin = runner.half.store.pin
+
+    def lose(chain: Any) -> Any:
+        lease = pin(chain)
+        lease.still_held = lambda: False
+        return lease
+
+    runner.half.store.pin = lose
+    runner.add("warm", PROMPT)
+    runner.run()
+    assert runner.tokens["warm"] == answer_to(PROMPT, 8)
+    assert runner.num_failed_pages == 5
+    assert served(runner) == 0
+    assert runner.held() == NOTHING_HELD
+
+
+def test_reset_forgets_in_every_tier(make: Make) -> None:
+    runner = make()
+    for name in ("cold", "colder"):
+        runner.add(name, PROMPT)
+        runner.run()
+        assert runner.scheduler.reset_prefix_cache(reset_connector=True)
+    assert served(runner) == 0
+
+
+def test_what_is_not_to_be_stored_is_not(make: Make) -> None:
+    runner = make()
+    for name in ("cold", "colder"):
+        runner.add(name, PROMPT)
+        runner.scheduler.requests[name].kv_transfer_params = {"kvstore": {"store": False}}
+        runner.half._requests[name].is_stored = False
+        runner.run()
+        runner.scheduler.reset_prefix_cache()
+    assert served(runner) == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_come_go_are_preempted_and_aborted(make: Make, seed: int, is_async: bool) -> None:
+    """Few pages, a small store, aborts in every state: no wrong KV is ever attended to, and nothing is left."""
+    dice = random.Random(seed)
+    runner = make({"memory": {"capacity": "256KiB"}}, num_pages=30, is_async=is_async)
+    living: list[str] = []
+    prompts = {}
+    for number in range(60):
+        name = f"r{number}"
+        stem = [dice.randrange(3) + 1] * (PAGE_TOKENS * dice.randrange(1, 5))
+        prompts[name] = stem + [dice.randrange(4) + 1] * dice.randrange(1, 3 * PAGE_TOKENS)
+        runner.add(name, prompts[name], max_tokens=dice.choice((1, 8, 40)))
+        living.append(name)
+        for _ in range(dice.randrange(12)):
+            runner.step()
+        if dice.random() < 0.25:
+            runner.abort(dice.choice(living))
+        if dice.random() < 0.3:
+            runner.scheduler.reset_prefix_cache()
+    runner.run()
+    for name in living:
+        assert runner.tokens[name] == answer_to(prompts[name], len(runner.tokens[name]))
+    assert served(runner) > 0
+    assert runner.num_preempted > 0
+    assert runner.held() == NOTHING_HELD
+    runner.half.store.check()
+
+
+def _refuse(*_: Any) -> Any:
+    raise OSError("no arena")
