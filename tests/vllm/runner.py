@@ -34,9 +34,16 @@ class Runner:
     """An engine without a model. ``store``: the connector's settings."""
 
     def __init__(
-        self, model: Path, store: dict[str, Any], *, num_pages: int, is_async: bool = False, step_tokens: int = 128
+        self,
+        model: Path,
+        store: dict[str, Any],
+        *,
+        num_pages: int,
+        is_async: bool = False,
+        step_tokens: int = 128,
+        dtype: str = "float32",
     ) -> None:
-        config = vllm_config(model, store, step_tokens, is_async=is_async)
+        config = vllm_config(model, store, step_tokens, is_async=is_async, dtype=dtype)
         config.cache_config.num_gpu_blocks = num_pages
         spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         group = KVCacheGroupSpec(layer_names=list(LAYERS), kv_cache_spec=spec)
@@ -76,10 +83,10 @@ class Runner:
         """The scheduler half."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8) -> None:
-        """A request joins the line."""
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **more: Any) -> None:
+        """A request joins the line; ``more`` is what else vLLM's ``Request`` can be made of."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
+        request = Request(request_id, prompt, params, None, block_hasher=self._hasher, **more)
         self._answers[request_id] = answer_to(prompt, max_tokens + 1)
         self.tokens[request_id] = []
         self.scheduler.add_request(request)
@@ -172,10 +179,12 @@ class Runner:
         return [tokens[end]] if end >= len(prompt) else []
 
 
-def vllm_config(model: Path, store: dict[str, Any], step_tokens: int, *, is_async: bool) -> VllmConfig:
+def vllm_config(
+    model: Path, store: dict[str, Any], step_tokens: int = 128, *, is_async: bool = False, dtype: str = "float32"
+) -> VllmConfig:
     """As ``vllm serve`` would make it."""
     return VllmConfig(
-        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=2048),
+        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048),
         cache_config=CacheConfig(block_size=PAGE_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
