@@ -18,7 +18,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import Spread, Tier
 from kvstore.types import Outcome
 
 Work = Callable[[], list[Outcome]]
@@ -115,6 +115,10 @@ class Lane:
         self.in_flight: set[Ticket] = set()
         self._executor = executor
 
+    def is_down(self) -> bool:
+        """Whether a copy of which nothing came says so of the whole tier."""
+        return not isinstance(self.tier, Spread) or self.tier.is_down()
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more may be in flight; an idle lane takes a ticket of any size."""
         return not self.in_flight or self.bytes_in_flight + num_bytes <= self.max_bytes_in_flight
@@ -195,7 +199,7 @@ class Mover:
         while self._returned:
             lane, ticket = self._returned.popleft()
             lane.end(ticket)
-            _judge(lane.breaker, ticket, now_s)
+            _judge(lane, ticket, now_s)
             ticket.finish(ticket.outcomes)
             num_applied += 1
         return num_applied + sum(self._abandon_overdue(lane, now_s) for lane in self._lanes.values())
@@ -242,13 +246,14 @@ OVERDUE_GRACE_S = 0.05
 """A tier gives up by itself at the deadline; only one that did not is stuck."""
 
 
-def _judge(breaker: Breaker, ticket: Ticket, now_s: float) -> None:
+def _judge(lane: Lane, ticket: Ticket, now_s: float) -> None:
     """Tell the breaker what a returned ticket says of its tier; a miss or a full tier is an answer like any other."""
+    breaker = lane.breaker
     if ticket.overdue:
         return  # it was counted when it became overdue
     if ticket.started:
         # One block of many that failed is a bad sector, or one server of a Cluster: the rest of the tier answers.
-        if all(outcome in (Outcome.FAILED, Outcome.LATE) for outcome in ticket.outcomes):
+        if all(outcome in (Outcome.FAILED, Outcome.LATE) for outcome in ticket.outcomes) and lane.is_down():
             breaker.fail(now_s)
         else:
             breaker.succeed()

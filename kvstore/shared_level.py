@@ -24,12 +24,19 @@ class SharedTier(Tier, Probing, Protocol):
 class SharedLevel:
     """Which keys the shared tier was last seen to have."""
 
-    def __init__(self, tier: SharedTier, ttl_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tier: SharedTier,
+        ttl_s: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         """``ttl_s`` is the tier's time to live, which a touch renews; 0: none."""
         self.tier = tier
         self.name = tier.name
         self._ttl_s = ttl_s
         self._clock = clock
+        self._wall = wall
         self._seen_at_s: OrderedDict[BlockKey, float] = OrderedDict()
         self._clearing: dict[bytes, int] = {}
         """Namespaces that are being cleared, and how many tries must still go well: no hint of them is kept."""
@@ -41,11 +48,13 @@ class SharedLevel:
 
     def learn(self, keys: Sequence[BlockKey]) -> None:
         """The tier has these keys, as a probe or a write has just shown."""
-        now_s = self._clock()
+        self._enter(keys, self._clock())
+
+    def _enter(self, keys: Sequence[BlockKey], seen_at_s: float) -> None:
         for key in keys:
             if self._clearing and key[:NAMESPACE_DIGEST_BYTES] in self._clearing:
                 continue
-            self._seen_at_s[key] = now_s
+            self._seen_at_s[key] = seen_at_s
             self._seen_at_s.move_to_end(key)
         while len(self._seen_at_s) > MAX_HINTS:
             self._seen_at_s.popitem(last=False)
@@ -60,7 +69,7 @@ class SharedLevel:
 
     def covered(self, ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int) -> int:
         """How many blocks of ``chain`` from ``start`` on are believed to be there, without a gap."""
-        after_s = self._clock() - self._hint_age_s
+        after_s = self._clock() - self._hint_age_s(ns)
         seen = self._seen_at_s
         for index in range(start, len(chain)):
             if seen.get(chain[index], after_s) <= after_s:
@@ -69,7 +78,7 @@ class SharedLevel:
 
     def missing(self, ns: Namespace, keys: Sequence[BlockKey]) -> list[int]:
         """Those that are not believed to be there."""
-        after_s = self._clock() - self._hint_age_s
+        after_s = self._clock() - self._hint_age_s(ns)
         seen = self._seen_at_s
         return [index for index, key in enumerate(keys) if seen.get(key, after_s) <= after_s]
 
@@ -121,8 +130,9 @@ class SharedLevel:
         parent: BlockKey | None,
         created_unix_s: int,
     ) -> None:
-        """Believe it is there."""
-        self.learn([key])
+        """Believe it is there, until it is too old."""
+        age_s = max(0.0, self._wall() - created_unix_s) if ns.max_age_s else 0.0
+        self._enter([key], self._clock() - age_s)
 
     def abort_write(self, ns: Namespace, slot: int) -> None:
         """Nothing to give back."""
@@ -144,6 +154,5 @@ class SharedLevel:
     def end_erase(self, ns: Namespace, slot: int) -> None:
         """Nothing was held."""
 
-    @property
-    def _hint_age_s(self) -> float:
-        return min(HINT_AGE_S, self._ttl_s) if self._ttl_s else HINT_AGE_S
+    def _hint_age_s(self, ns: Namespace) -> float:
+        return min(HINT_AGE_S, self._ttl_s or HINT_AGE_S, ns.max_age_s or HINT_AGE_S)

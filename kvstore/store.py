@@ -19,14 +19,14 @@ from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
 from kvstore.journal import Journal
 from kvstore.layout import Layout
-from kvstore.lease import Committed, LeaseState, Location, Lookup, ReadLease, WriteLease, too_many_keys
+from kvstore.lease import Committed, Location, Lookup, ReadLease, WriteLease
+from kvstore.leases import Leases
 from kvstore.lending import Lending, LentBuffer, Transfer, readable_bytes, writable_bytes
 from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
 from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
 from kvstore.namespace import Namespace
 from kvstore.policy import POLICIES
-from kvstore.pool import SlotState
 from kvstore.promotion import Prefetch, Promotions
 from kvstore.recording import Recording
 from kvstore.refits import Refits
@@ -40,6 +40,8 @@ from kvstore.upkeep import Upkeep
 
 SWEEP_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
+CLOSE_PATIENCE_S = 2.0
+"""How long ``close`` waits for a copy to return while none does: what hangs is left behind."""
 
 
 class Store:
@@ -88,7 +90,7 @@ class Store:
             self._add_lane(memory)
         if shared is not None:
             ttl_s = config.redis.ttl_s if config.redis else 0
-            self._shared = SharedLevel(shared, ttl_s, clock)
+            self._shared = SharedLevel(shared, ttl_s, clock, wall)
             self._add_lane(shared)
             self._lower.append(self._shared)
             self._admissions.append((self._shared, config.redis.admission if config.redis else "always"))
@@ -99,6 +101,8 @@ class Store:
             self._promotions = Promotions(self._memory, self._lower, self._copies, self._mover)
             self._prefetches = self._promotions
             self._copydown = CopyDown(self._memory, self._admissions, self._copies, self._mover, self.stats)
+        copydown = None if self._memory is None else self._copydown
+        self._leases = Leases(self._memory, copydown, self._copies, self.stats, self.abort, self.release)
         if file is not None:
             self.join_file(self.scanned(file))
 
@@ -203,20 +207,11 @@ class Store:
         """Pin the longest READY prefix of ``chain`` in RAM; it may be empty. Copied down where a touch admits it."""
         self._require_open()
         ns = self._namespace_of(chain)
-        if ns is None or self._memory is None:
-            return ReadLease(ns or _NOWHERE, (), [], self._views, self.release)
-        slots = self._memory.pool(ns.fingerprint).pin_prefix(chain, self._copies.oldest_unix_s(ns))
-        self._copydown.offer(ns, slots, "touch")
-        self.stats.inc("kvstore_loaded_blocks_total", len(slots), "memory")
-        self.stats.inc("kvstore_loaded_bytes_total", len(slots) * ns.layout.block_bytes, "memory")
-        return ReadLease(ns, chain[: len(slots)], slots, self._views, self.release)
+        return self._leases.pin(ns or _NOWHERE, chain if ns else ())
 
     def release(self, lease: ReadLease) -> None:
         """End a pin. Raises ``LeaseError`` the second time."""
-        lease.require(LeaseState.HELD, "release")
-        lease.state = LeaseState.ENDED
-        if self._memory is not None and lease.slots:
-            self._memory.pool(lease.ns.fingerprint).unpin_all(lease.slots)
+        self._leases.release(lease)
 
     # ---- writing
 
@@ -224,14 +219,7 @@ class Store:
         """Up to ``num_blocks`` slots in RAM to write to; fewer, down to none, when the rest is in use."""
         self._require_open()
         self._require_ours(ns)
-        if self._memory is None:
-            return WriteLease(ns, [], self._views, self.abort)
-        slots = self._memory.reserve(ns.fingerprint, num_blocks)
-        if self._copydown.copies_victims:
-            # What leaves must be copied first, so let as many go now as the next call may want.
-            pool = self._memory.pool(ns.fingerprint)
-            pool.evict(num_blocks - pool.num(SlotState.FREE) - pool.num(SlotState.QUARANTINED))
-        return WriteLease(ns, slots, self._views, self.abort)
+        return self._leases.reserve(ns, num_blocks)
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
         """Name the next ``len(keys)`` slots of ``lease``, root first: they can be found from now on.
@@ -240,48 +228,20 @@ class Store:
         slot and the new one is given back. Raises ``LeaseError`` past the lease's end or for more keys than slots.
         """
         self._require_open()
-        lease.require(LeaseState.HELD, "commit")
-        if len(keys) > len(lease.unnamed):
-            raise too_many_keys(len(keys), lease)
         self._require_keys(lease.ns, keys)
-        if not keys or self._memory is None:
-            return Committed([], frozenset())
-        pool = self._memory.pool(lease.ns.fingerprint)
-        now_unix_s = int(self._wall())
-        slots: list[int] = []
-        for slot, key, above in zip(lease.unnamed, keys, [parent, *keys[:-1]], strict=False):
-            slots.append(pool.commit(slot, key, above, now_unix_s))
-        lease.num_named += len(keys)
-        if not lease.unnamed:
-            lease.state = LeaseState.ENDED
-        accepted = self._copydown.offer(lease.ns, slots, "commit")
-        self.stats.inc("kvstore_stored_blocks_total", len(keys))
-        self.stats.inc("kvstore_stored_bytes_total", len(keys) * lease.ns.layout.block_bytes)
-        return Committed(slots, frozenset(accepted))
+        return self._leases.commit(lease, keys, parent)
 
     def abort(self, lease: WriteLease) -> None:
         """Give the unnamed slots back; nothing may touch them any more. Raises ``LeaseError`` the second time."""
-        lease.require(LeaseState.HELD, "abort")
-        lease.state = LeaseState.ENDED
-        if self._memory is not None:
-            for slot in lease.unnamed:
-                self._memory.abort_write(lease.ns, slot)
+        self._leases.abort(lease)
 
     def quarantine(self, lease: WriteLease) -> None:
         """Give the unnamed slots up while a copy may still write to them; ``reclaim`` when it has returned."""
-        lease.require(LeaseState.HELD, "quarantine")
-        lease.state = LeaseState.QUARANTINED
-        if self._memory is not None:
-            for slot in lease.unnamed:
-                self._memory.quarantine_write(lease.ns, slot)
+        self._leases.quarantine(lease)
 
     def reclaim(self, lease: WriteLease) -> None:
         """The copy into a quarantined lease has returned: its slots are free."""
-        lease.require(LeaseState.QUARANTINED, "reclaim")
-        lease.state = LeaseState.ENDED
-        if self._memory is not None:
-            for slot in lease.unnamed:
-                self._memory.reclaim_write(lease.ns, slot)
+        self._leases.reclaim(lease)
 
     # ---- lent buffers
 
@@ -340,14 +300,7 @@ class Store:
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until nothing is in flight or waits to be erased, at most ``timeout_s``; whether that was reached."""
-        deadline_s = self._clock() + timeout_s
-        while self._mover.num_in_flight or self._copies.num_erasures_waiting or self._clearing.num_waiting:
-            if self._clock() >= deadline_s:
-                return False
-            self._mover.wait(min(0.05, max(0.0, deadline_s - self._clock())))
-            self._poll()
-        self._poll()
-        return True
+        return self._drain(timeout_s, patience_s=timeout_s)
 
     def evict(self, num_blocks: int, among: Collection[bytes] | None = None) -> int:
         """Forget up to ``num_blocks`` blocks in RAM, in the policy's order; returns how many left.
@@ -375,11 +328,14 @@ class Store:
         return self._clearing.clear(ns, self.slot_levels, self._shared)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finish what is in flight for up to ``timeout_s``, then let go; a stuck tier is not waited for. Idempotent."""
+        """Finish what is in flight for up to ``timeout_s``, then let go. Idempotent.
+
+        As soon as nothing has returned for two seconds some tier hangs, and is not waited for.
+        """
         if self._closed:
             return
         self._prefetches.close()
-        self.drain(timeout_s)
+        self._drain(timeout_s, patience_s=CLOSE_PATIENCE_S)
         self._clearing.warn()
         self._closed = True
         self._mover.close()
@@ -447,9 +403,6 @@ class Store:
     def _namespace_of(self, chain: Sequence[BlockKey]) -> Namespace | None:
         return self._namespaces.get(chain[0][:NAMESPACE_DIGEST_BYTES]) if chain else None
 
-    def _views(self, ns: Namespace, slots: Sequence[int]) -> list[memoryview]:
-        return self._memory.views(ns, slots) if self._memory and slots else []
-
     def _on_memory_evict(self, key: BlockKey, slot: int) -> None:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
         if ns is not None:
@@ -460,6 +413,25 @@ class Store:
         if self._memory is not None:
             find = self._memory.pool(ns.fingerprint).find
             self._copydown.offer(ns, [slot for key in keys if (slot := find(key)) is not None], "commit")
+
+    def _drain(self, timeout_s: float, patience_s: float) -> bool:
+        """Poll until nothing is under way, as long as that becomes less every ``patience_s``."""
+        now_s = self._clock()
+        deadline_s, give_up_at_s, least = now_s + timeout_s, now_s + patience_s, self._num_under_way
+        while self._num_under_way:
+            now_s = self._clock()
+            if self._num_under_way < least:
+                least, give_up_at_s = self._num_under_way, now_s + patience_s
+            if now_s >= min(deadline_s, give_up_at_s):
+                return False
+            self._mover.wait(0.05)
+            self._poll()
+        self._poll()
+        return True
+
+    @property
+    def _num_under_way(self) -> int:
+        return self._mover.num_in_flight + self._copies.num_erasures_waiting + self._clearing.num_waiting
 
     def _poll(self) -> int:
         num_applied = self._mover.poll()

@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease can be released twice",
-        "kvstore/store.py",
+        "kvstore/leases.py",
         'lease.require(LeaseState.HELD, "release")\n        lease.state = LeaseState.ENDED',
         'lease.require(LeaseState.HELD, "release")',
     ),

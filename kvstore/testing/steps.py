@@ -53,11 +53,14 @@ class Steps:
 class FakeClock:
     """A clock that moves when told to; it serves as monotonic and as wall clock."""
 
-    def __init__(self, now_s: float = 1_000_000.0) -> None:
+    def __init__(self, now_s: float = 1_000_000.0, *, tick_s: float = 0.0) -> None:
+        """``tick_s`` passes with every look at it, for code that waits in a loop."""
         self.now_s = now_s
+        self.tick_s = tick_s
 
     def __call__(self) -> float:
         """The time now."""
+        self.now_s += self.tick_s
         return self.now_s
 
     def advance(self, seconds: float) -> None:

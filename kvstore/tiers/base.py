@@ -96,6 +96,17 @@ class Preparing(Protocol):
         """The offsets of extents that have become ready since the last call."""
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """The further capability of a tier of several servers."""
+
+    def is_down(self) -> bool:
+        """Whether no server answers, as far as is known: asked where all of a copy failed, for it may be on one.
+
+        Called by the owner; asks nobody.
+        """
+
+
 class Probing(Protocol):
     """The further capability of a shared tier."""
 

@@ -73,6 +73,8 @@ class RedisTier:
         self._codec = CODECS[codec]
         self._troubles = Troubles()
         self._advised: set[Node] = set()
+        self._useless: set[Node] = set()
+        """Servers whose last answers were none, or errors."""
 
     def __repr__(self) -> str:
         return f"RedisTier({self._label})"
@@ -109,6 +111,10 @@ class RedisTier:
     def close(self) -> None:
         """Close the connections; every block fails from now on. Safe to call twice."""
         self._topology.close()
+
+    def is_down(self) -> bool:
+        """Whether every server failed when it was asked last: one of a Cluster costs its own blocks alone."""
+        return self._useless.issuperset(self._topology.known())
 
     def probe(self, keys: Sequence[BlockKey], deadline_s: float) -> list[Outcome]:
         """Which blocks have a head on a server."""
@@ -240,7 +246,12 @@ class RedisTier:
         except OSError as error:
             self._troubles.note(str(node.endpoint), type(error).__name__, str(error))
             self._topology.lost(node)
-            return dict.fromkeys(members, error) | answers
+            for index in members:
+                answers.setdefault(index, error)
+        if all(map(_is_failure, answers.values())):
+            self._useless.add(node)
+        else:
+            self._useless.discard(node)
         return answers
 
     def _heed(self, node: Node, answers: dict[int, T | OSError]) -> list[int]:
@@ -280,6 +291,11 @@ def _outcome(answer: Outcome | ServerError | OSError) -> Outcome:
         return Outcome.LATE
     code = answer.code if isinstance(answer, ServerError) else ""
     return _OUTCOMES.get(code, Outcome.FAILED)
+
+
+def _is_failure(answer: object) -> bool:
+    """Whether an answer says that its server is of no use just now."""
+    return isinstance(answer, OSError | ServerError) and _outcome(answer) in (Outcome.FAILED, Outcome.LATE)
 
 
 _EXISTENCE = {0: Outcome.ABSENT, 1: Outcome.OK}

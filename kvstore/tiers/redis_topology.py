@@ -30,6 +30,9 @@ class Topology(Protocol):
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """Every server that holds keys."""
 
+    def known(self) -> Sequence[Node]:
+        """Every server that holds keys, as it was last learnt; asks nobody."""
+
     def moved(self, informant: Node) -> bool:
         """``informant`` does not hold a key that it was asked for, and knows who does; whether to ask again."""
 
@@ -60,6 +63,10 @@ class Single:
         return self._node
 
     def primaries(self, deadline_s: float) -> Sequence[Node]:
+        """The server."""
+        return (self._node,)
+
+    def known(self) -> Sequence[Node]:
         """The server."""
         return (self._node,)
 
@@ -112,6 +119,11 @@ class Sentinels:
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """The primary."""
         return (self._learn(deadline_s),)
+
+    def known(self) -> Sequence[Node]:
+        """The primary, if a Sentinel has named one."""
+        primary = self._primary
+        return () if primary is None else (primary,)
 
     def moved(self, informant: Node) -> bool:
         """The same as for a single server."""
@@ -187,6 +199,11 @@ class Cluster:
     def primaries(self, deadline_s: float) -> Sequence[Node]:
         """Every server that has slots."""
         return list(dict.fromkeys(self._learn(deadline_s).nodes))
+
+    def known(self) -> Sequence[Node]:
+        """The servers that had slots when somebody told."""
+        known = self._map
+        return () if known is None else list(dict.fromkeys(known.nodes))
 
     def moved(self, informant: Node) -> bool:
         """Learn the slots again, from ``informant`` first: word travels slowly between servers."""

@@ -147,6 +147,29 @@ def test_a_hung_server_costs_its_own_blocks_alone(servers: list[ValkeyServer], t
     wait_until(lambda: tier.read(empty(some), soon()) == [OK] * 60, "the server to be back in use")
 
 
+def test_a_cluster_is_down_when_none_of_its_servers_answers(servers: list[ValkeyServer], tier: RedisTier) -> None:
+    """One that is dead costs its own blocks, though a copy may have no others."""
+    some = keys(60)
+    assert tier.write(full(some), soon()) == [OK] * 60
+    assert not tier.is_down()
+    of_the_dead = [one for one in some if owner(servers, one) == 0]
+    servers[0].kill()
+    assert tier.read(empty(of_the_dead), soon()) == [FAILED] * len(of_the_dead)
+    assert not tier.is_down()
+    assert OK in tier.read(empty(some), soon())
+    for server in servers[1:]:
+        server.pause()
+    try:
+        assert OK not in tier.read(empty(some), soon(SHORT_S))
+        assert tier.is_down()
+    finally:
+        for server in servers[1:]:
+            server.resume()
+        servers[0].start()
+    wait_until(lambda: tier.write(full(some), soon()) == [OK] * 60, "the servers to be back in use")
+    assert not tier.is_down()
+
+
 def test_a_dead_server_does_not_keep_the_others_from_being_cleared(
     servers: list[ValkeyServer], tier: RedisTier
 ) -> None:

@@ -174,3 +174,33 @@ def test_threads_run_copies_and_a_stuck_one_holds_nobody_up() -> None:
 
 def _append(finished: list[str], name: str, _: list[Outcome]) -> None:
     finished.append(name)
+
+
+class SpreadTier(DictSlotTier):
+    """Several servers, of which some answer."""
+
+    some_answer = True
+
+    def is_down(self) -> bool:
+        return not self.some_answer
+
+
+def test_a_tier_of_which_a_server_answers_is_not_given_up_for_another() -> None:
+    """A copy of which nothing came may be all of one dead server's."""
+    world = World()
+    tier = SpreadTier(1, 1)
+    world.lane.tier = tier
+
+    def state_after(*names: str) -> BreakerState:
+        for name in names:
+            world.submit(world.ticket(name, work=lambda: [Outcome.FAILED]))
+            world.steps.run_all()
+            world.mover.poll()
+        return world.lane.breaker.state
+
+    assert state_after(*"abcdefgh") is BreakerState.CLOSED
+    tier.some_answer = False
+    assert state_after(*"ijk") is BreakerState.OPEN
+    tier.some_answer = True
+    world.clock.advance(1)
+    assert state_after("the one try") is BreakerState.CLOSED

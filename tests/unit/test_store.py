@@ -5,6 +5,7 @@ import pytest
 from kvstore.errors import ClosedError, ConfigError, LayoutError, LeaseError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
+from kvstore.mover import Mover
 from kvstore.testing.dict_tiers import DictSharedTier
 from tests.worlds import IDENTITY, PAGE_BYTES, World, content, world
 
@@ -214,6 +215,25 @@ def test_blocks_of_a_namespace_nobody_opens_again_do_not_outlive_their_age() -> 
         w.assert_idle()
 
 
+def test_what_a_shared_tier_has_is_found_no_longer_than_its_age() -> None:
+    """Though the hint of it is younger: it came down late, or a probe saw it."""
+    shared = DictSharedTier()
+    with world(4, shared=shared, max_age="1m", admission="second_touch") as w:
+        chain = w.chain(1)
+        w.put(chain)
+        w.clock.advance(50)
+        w.get(chain)  # and now it is copied down
+        w.settle()
+        w.store.evict(1)
+        assert w.store.lookup(chain).found == 1
+        w.clock.advance(11)
+        assert w.store.lookup(chain).found == 0
+        w.store.prefetch(chain, w.clock() + 1)
+        w.settle()
+        w.clock.advance(61)
+        assert w.store.lookup(chain).found == 0
+
+
 def test_age_counts_from_computing_not_from_promotion() -> None:
     shared = DictSharedTier()
     with world(4, shared=shared, max_age="1h") as w:
@@ -258,6 +278,35 @@ def test_two_layouts_share_a_budget_and_demand_moves_extents() -> None:
 def test_a_layout_that_does_not_fit_is_refused_by_name() -> None:
     with world(2) as w, pytest.raises(LayoutError, match="raise the tier's capacity"):
         w.store.open_namespace(IDENTITY, Layout("uint8", 1, 1, (4 * PAGE_BYTES,), 4))
+
+
+def test_closing_waits_two_seconds_for_what_hangs() -> None:
+    with world(4, file=4) as w:
+        w.put(w.chain(2))
+        w.clock.tick_s = 0.01
+        began_s = w.clock.now_s
+        w.store.close()  # with its own patience; no copy ever returns
+        assert 2 <= w.clock.now_s - began_s < 4
+
+
+def test_closing_waits_longer_for_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that return one by one: what was accepted is below in the end."""
+    with world(8, file=8) as w:
+        for number in range(4):
+            w.put(w.chain(1, first_token=100 * number))
+        lane = w.steps.lanes["file"]
+        began_s = w.clock.now_s
+
+        def pass_time(_: Mover, timeout_s: float) -> None:
+            w.clock.advance(timeout_s)
+            if lane.num_waiting and w.clock.now_s - began_s > 1.5 * (5 - lane.num_waiting):
+                lane.step()
+
+        monkeypatch.setattr(Mover, "wait", pass_time)
+        w.store.close()
+        assert w.file is not None
+        assert len(w.file.kept) == 4
+        assert w.clock.now_s - began_s > 5
 
 
 def test_a_store_without_tiers_or_after_close_says_so() -> None:
