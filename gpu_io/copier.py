@@ -25,6 +25,12 @@ class Ticket(Protocol):
     def done(self) -> bool:
         """Whether the copy touches nothing any more. Never waits."""
 
+    def pages_free(self) -> bool:
+        """Whether it touches its pages no more, so that compute may write to them; for an offload well before the end.
+
+        Never waits.
+        """
+
     def wait(self) -> None:
         """Wait until the copy is done, or ``failed`` because it takes too long."""
 

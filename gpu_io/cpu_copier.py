@@ -45,6 +45,10 @@ class CpuTicket:
         """Whether the last layer is there."""
         return self._num_ready == self._num_layers
 
+    def pages_free(self) -> bool:
+        """When it is done, and not before: nothing is staged."""
+        return self.done()
+
     def wait(self) -> None:
         """Wait for the last layer."""
         self.wait_layer(self._num_layers - 1)

@@ -16,9 +16,11 @@ Strides are the tensors' own, so views are as good as tensors. Whatever the engi
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, strided
 
+from gpu_io.ranges import Ranges, ranges_of
 from kvstore.errors import LayoutError
 from kvstore.layout import Layout
 
@@ -54,7 +56,8 @@ class PagedKV:
             plane_dims=(dim,) * self.num_planes,
             tokens_per_block=self.tokens_per_page * pages_per_block,
         )
-        self._piece_bytes = self.tokens_per_page * num_heads * dim * first.itemsize
+        self.piece_bytes = self.tokens_per_page * num_heads * dim * first.itemsize
+        """Bytes of a page in one layer and plane."""
         self._page_stride_bytes = first.stride(0) * first.itemsize
         self.is_in_order = _is_in_order(first)
         """Whether the bytes of a page in one layer and plane are one run, in the order of a block."""
@@ -66,6 +69,7 @@ class PagedKV:
             ],
             dtype=np.int64,
         )
+        self._storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in self.layers}
         self.is_one_run = self.is_in_order and len(self._pieces(range(len(self.layers)))[0]) == 1
         """Whether all bytes of a page are one run, layer after layer."""
 
@@ -84,6 +88,21 @@ class PagedKV:
         sources = (addresses[:, None] + page_starts).ravel()
         targets = (np.asarray(slots, dtype=np.int64)[:, None, None] + offsets[:, None] + steps).ravel()
         return _joined(sources, targets, piece_bytes)
+
+    @property
+    def run_bytes(self) -> int:
+        """The least that one of ``runs`` moves, over all layers; 0 for pages that have none."""
+        return self._pieces(range(len(self.layers)))[2] if self.is_in_order else 0
+
+    def bytes_at(self, address: int, num_bytes: int) -> Tensor:
+        """Bytes of the pages as a flat uint8 tensor: the part of a run that is on the device."""
+        start = max(start for start in self._storages if start <= address)
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return flat.set_(self._storages[start], address - start, (num_bytes,), (1,))
+
+    def ranges(self, pages: Sequence[int], layers: range) -> list[Ranges]:
+        """The bytes of ``pages`` in ``layers``, in any arrangement."""
+        return [ranges_of(self.layers[layer], {0: pages}) for layer in layers]
 
     def require_fit(self, pages: Sequence[int], slots: Sequence[memoryview]) -> None:
         """Raises ``LayoutError`` unless ``pages`` exist and are as many as ``slots``, a block each, have room for."""
@@ -108,10 +127,10 @@ class PagedKV:
         """Of page 0: addresses of the pieces in ``layers``, their offsets in a block, and the size of each."""
         wanted = slice(layers.start * self.num_planes, layers.stop * self.num_planes)
         addresses = self._addresses[wanted]
-        offsets = np.arange(wanted.start, wanted.stop, dtype=np.int64) * (self._piece_bytes * self.pages_per_block)
-        if self.pages_per_block == 1 and (np.diff(addresses) == self._piece_bytes).all():
-            return addresses[:1], offsets[:1], len(addresses) * self._piece_bytes
-        return addresses, offsets, self._piece_bytes
+        offsets = np.arange(wanted.start, wanted.stop, dtype=np.int64) * (self.piece_bytes * self.pages_per_block)
+        if self.pages_per_block == 1 and (np.diff(addresses) == self.piece_bytes).all():
+            return addresses[:1], offsets[:1], len(addresses) * self.piece_bytes
+        return addresses, offsets, self.piece_bytes
 
 
 def _joined(sources: NDArray[np.int64], targets: NDArray[np.int64], piece_bytes: int) -> list[Run]:

@@ -1,68 +1,68 @@
-"""The little that copiers ask of a device's streams: the seam between them and CUDA, ROCm or a simulated device."""
+"""The little that the pipeline asks of a device: the seam between it and CUDA, ROCm or a simulated device.
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+Rule 1: what one stream is given runs in that order. Nothing else orders two streams but a fence that one waits for.
+Rule 2: what is given to a stream runs after what the host did before, and at any time after that.
+Rule 3: the host knows that a fence was passed when ``query`` says so, and not before.
+"""
+
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from kvstore.errors import LayoutError
+from gpu_io.ranges import Ranges
+
+
+class Work(Protocol):
+    """One thing for a stream to do. What it touches can be told before it runs."""
+
+    def run(self) -> None:
+        """Do it, or on an accelerator: have it done in the stream that is current."""
+
+    def reads(self) -> list[Ranges]:
+        """The bytes it reads, in host memory too."""
+
+    def writes(self) -> list[Ranges]:
+        """The bytes it writes."""
 
 
 class Fence(Protocol):
     """A point in a stream. ``torch.Event`` is one."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it. Never waits."""
+        """Whether the stream has passed it. Never waits. Raises ``RuntimeError`` for a device that is lost."""
 
     def wait(self) -> None:
-        """Let what the current stream is given from now on wait for it. The host does not wait."""
+        """Let what compute is given from now on wait for it. The host does not wait."""
 
 
-class SideStream(Protocol):
+class Stream(Protocol):
     """A queue of device work beside the engine's compute."""
 
-    def after_compute(self) -> AbstractContextManager[None]:
-        """What is submitted inside runs here, after all that the current stream was given before."""
+    def submit(self, work: Work) -> None:
+        """Have it done. Raises ``RuntimeError`` if the device cannot, for want of memory or because it is lost."""
+
+    def wait(self, fence: Fence) -> None:
+        """Let what is submitted here from now on wait for ``fence``. The host does not wait."""
 
     def fence(self) -> Fence:
         """The point after all that was submitted here so far."""
 
-    def index(self, pages: Sequence[int]) -> Tensor:
-        """Page ids as an int64 tensor on the device. To be called inside ``after_compute``."""
 
+class Device(Protocol):
+    """Streams, and memory that they reach."""
 
-class TorchSideStream:
-    """A stream of an accelerator that torch knows."""
+    def stream(self) -> Stream:
+        """A new stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Raises ``LayoutError`` for a device that is not the accelerator of this machine."""
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or device.type != accelerator.type:
-            raise LayoutError(
-                f"pages on {device} cannot be copied: the accelerator that torch can use is {accelerator}"
-            )
-        self._device = device
-        self._stream = torch.Stream(device)
+    def compute_fence(self) -> Fence:
+        """The point after all that compute, the caller's current stream, was given so far."""
 
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Make this stream the current one of its device for a while, and leave the caller's device as it was."""
-        outer = torch.accelerator.current_stream()
-        compute = torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(compute)
-        torch.accelerator.set_stream(self._stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(compute)
-            torch.accelerator.set_stream(outer)
+    def memory(self, num_bytes: int) -> Tensor:
+        """Bytes on the device. Compute may have used them before: a stream is to wait for it first."""
 
-    def fence(self) -> Fence:
-        """An event recorded now."""
-        return self._stream.record_event()
+    def pinned(self, values: Sequence[int]) -> Tensor:
+        """``values`` as int64 in host memory that streams reach."""
 
-    def index(self, pages: Sequence[int]) -> Tensor:
-        """From pinned memory, because a copy from pageable memory would make the host wait for this stream."""
-        return torch.tensor(pages, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+    def free(self, memory: Tensor) -> None:
+        """Give back ``memory`` or ``pinned`` bytes that nothing touches any more."""

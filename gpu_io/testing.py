@@ -6,7 +6,6 @@ A subclass named ``Test...`` says how its copier is opened, and on which device.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -99,38 +98,6 @@ def finish(ticket: Ticket | None) -> None:
     assert not started(ticket).failed
 
 
-class InlineFence:
-    """A point that has passed, unless its stream is held. ``num_waits`` counts who waited for it."""
-
-    def __init__(self, stream: "InlineStream") -> None:
-        self._stream = stream
-        self.num_waits = 0
-
-    def query(self) -> bool:
-        return not self._stream.is_held
-
-    def wait(self) -> None:
-        self.num_waits += 1
-
-
-class InlineStream:
-    """A side stream of the CPU: work is done as it is submitted. It shows the bytes an accelerator would move."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_held = False
-        self.fences: list[InlineFence] = []
-
-    def after_compute(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def fence(self) -> InlineFence:
-        self.fences.append(InlineFence(self))
-        return self.fences[-1]
-
-    def index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64)
-
-
 class CopierContract:
     """What holds for any copier."""
 
@@ -159,6 +126,14 @@ class CopierContract:
         """Filled pages on the copier's device."""
         return Pages(axes, seed, dtype=dtype, device=self.device, pages_per_block=pages_per_block)
 
+    def slots(self, kv: PagedKV, num_slots: int, gap_bytes: int = 0) -> Slots:
+        """Slots that the copier's device reaches."""
+        return Slots(kv, num_slots, gap_bytes)
+
+    def computed(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What ``compute`` returns when the device does it, after what its current stream waits for."""
+        return compute()
+
     @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
     @pytest.mark.parametrize("pages_per_block", [1, 2, 4])
     @pytest.mark.parametrize("gap_bytes", [0, 64])
@@ -166,7 +141,7 @@ class CopierContract:
         self, opened: Callable[[PagedKV], Copier], axes: str, pages_per_block: int, gap_bytes: int
     ) -> None:
         engine = self.pages(axes, pages_per_block=pages_per_block)
-        slots = Slots(engine.kv, 2, gap_bytes)
+        slots = self.slots(engine.kv, 2, gap_bytes)
         pages = [7, 2, 3, 4, 5, 0, 1, 8][: 2 * pages_per_block]
         finish(opened(engine.kv).offload(pages, slots.views))
         blocks = [pages[:pages_per_block], pages[pages_per_block:]]
@@ -183,7 +158,7 @@ class CopierContract:
         source = self.pages(written, 1, dtype=dtype, pages_per_block=2)
         target = self.pages(read, 2, dtype=dtype, pages_per_block=2)
         assert source.kv.layout == target.kv.layout
-        slots = Slots(source.kv, 2)
+        slots = self.slots(source.kv, 2)
         finish(opened(source.kv).offload([8, 1, 2, 3], slots.views))
         finish(opened(target.kv).onboard(slots.views, [4, 5, 6, 0]))
         assert target.block([4, 5, 6, 0]) == source.block([8, 1, 2, 3])
@@ -192,7 +167,7 @@ class CopierContract:
     def test_an_onboard_touches_no_other_page(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
         engine = self.pages(axes)
         before = engine.content()
-        slots = Slots(engine.kv, 2)
+        slots = self.slots(engine.kv, 2)
         finish(opened(engine.kv).onboard(slots.views, [3, 5]))
         others = [0, 1, 2, 4, 6, 7, 8]
         assert engine.content()[others].view(torch.uint8).equal(before[others].view(torch.uint8))
@@ -201,13 +176,13 @@ class CopierContract:
     @pytest.mark.parametrize("axes", [IN_ORDER[0], IN_ORDER[3], STRIDED[0]])
     def test_compute_after_wait_layer_finds_the_layer(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
         source, target = self.pages(axes, 1), self.pages(axes, 2)
-        slots = Slots(source.kv, NUM_PAGES)
+        slots = self.slots(source.kv, NUM_PAGES)
         finish(opened(source.kv).offload(range(NUM_PAGES), slots.views))
         ticket = started(opened(target.kv).onboard(slots.views, range(NUM_PAGES)))
         seen = []
         for layer in range(NUM_LAYERS):
             ticket.wait_layer(layer)
-            seen.append(target.kv.layers[layer].clone())
+            seen.append(self.computed(target.kv.layers[layer].clone))
         finish(ticket)
         for layer, copied in enumerate(seen):
             assert copied.cpu().equal(source.kv.layers[layer].cpu())
@@ -224,7 +199,7 @@ class CopierContract:
     ) -> None:
         chance = random.Random(seed)
         engine = self.pages(axes)
-        slots = Slots(engine.kv, 6)
+        slots = self.slots(engine.kv, 6)
         in_pages = [engine.block([page]) for page in range(NUM_PAGES)]
         in_slots = [bytes(view) for view in slots.views]
         copier = opened(engine.kv)
@@ -246,7 +221,7 @@ class CopierContract:
 
     def test_what_does_not_fit_is_refused_and_touches_nothing(self, opened: Callable[[PagedKV], Copier]) -> None:
         engine = self.pages(IN_ORDER[0], pages_per_block=2)
-        slots = Slots(engine.kv, 2)
+        slots = self.slots(engine.kv, 2)
         copier = opened(engine.kv)
         before = engine.content()
         for pages, views in [
@@ -269,13 +244,13 @@ class CopierContract:
 
     def test_a_slot_to_onboard_from_may_be_read_only(self, opened: Callable[[PagedKV], Copier]) -> None:
         engine = self.pages(IN_ORDER[0])
-        slots = Slots(engine.kv, 1)
+        slots = self.slots(engine.kv, 1)
         finish(opened(engine.kv).onboard([slots.views[0].toreadonly()], [3]))
         assert engine.block([3]) == bytes(slots.memory)
 
     def test_close_sees_copies_through_and_ends_the_copier(self, opened: Callable[[PagedKV], Copier]) -> None:
         engine = self.pages(IN_ORDER[0])
-        slots = Slots(engine.kv, NUM_PAGES)
+        slots = self.slots(engine.kv, NUM_PAGES)
         copier = opened(engine.kv)
         ticket = started(copier.offload(range(NUM_PAGES), slots.views))
         copier.close()

@@ -43,6 +43,7 @@ class Offload:
     ticket: Ticket
     lease: WriteLease
     pages: list[int]
+    """Those that are held; none any more when the copy has left them."""
     keys: list[BlockKey]
     parents: list[BlockKey | None]
 
@@ -187,9 +188,12 @@ class Transfers:
             for page in load.pages:
                 self._pool.unhold(page)
             self._store.release(load.lease)
-        for offload in [offload for offload in self._offloads if offload.ticket.done()]:
-            self._offloads.remove(offload)
-            self._end(offload)
+        for offload in tuple(self._offloads):
+            if offload.ticket.pages_free():
+                self._leave_pages(offload)
+            if offload.ticket.done():
+                self._offloads.remove(offload)
+                self._end(offload)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a copy may have returned."""
@@ -217,9 +221,13 @@ class Transfers:
         self._offloads.append(Offload(ticket, lease, pages, keys[: len(pages)], parents[: len(pages)]))
         return len(pages)
 
-    def _end(self, offload: Offload) -> None:
+    def _leave_pages(self, offload: Offload) -> None:
         for page in offload.pages:
             self._pool.unhold(page)
+        offload.pages.clear()
+
+    def _end(self, offload: Offload) -> None:
+        self._leave_pages(offload)
         if offload.ticket.failed:
             self._given.difference_update(offload.keys)
             self._store.abort(offload.lease)

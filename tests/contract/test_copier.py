@@ -1,30 +1,20 @@
 """Copiers against their contract, and each one while copies are held up, fail, or take too long."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 
 import pytest
 import torch
 
-from gpu_io import accelerator_copier, cpu_copier
-from gpu_io.accelerator_copier import AcceleratorCopier, adjacent
+from gpu_io import cpu_copier, direct_path, pipeline, staged_path
 from gpu_io.copier import Copier
 from gpu_io.cpu_copier import CpuCopier, CpuTicket
 from gpu_io.device import copier_for
 from gpu_io.pages import PagedKV
-from gpu_io.streams import TorchSideStream
-from gpu_io.testing import (
-    IN_ORDER,
-    NUM_LAYERS,
-    NUM_PAGES,
-    STRIDED,
-    CopierContract,
-    InlineStream,
-    Pages,
-    Slots,
-    finish,
-    started,
-)
+from gpu_io.pipeline import PipelineCopier
+from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
+from gpu_io.testing import IN_ORDER, NUM_LAYERS, NUM_PAGES, STRIDED, CopierContract, Pages, Slots, finish, started
+from gpu_io.torch_device import TorchDevice
 from kvstore.errors import LayoutError
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
@@ -52,32 +42,84 @@ class TestCpuCopierLayerByLayer(CopierContract):
         return CpuCopier(kv)
 
 
-class TestAcceleratorCopierOnInlineStreams(CopierContract):
-    """The bytes an accelerator would move, moved by the CPU."""
+class SimulatedContract(CopierContract):
+    """The pipeline on a device whose every access is checked."""
 
-    def open(self, kv: PagedKV) -> Copier:
-        return AcceleratorCopier(kv, InlineStream)
-
-
-class TestAcceleratorCopierInParts(CopierContract):
-    """With a staging buffer of one block."""
+    scheduler: Scheduler = Prompt()
+    device_bytes: SimulatedDevice
 
     @pytest.fixture(autouse=True)
-    def little_staging(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(accelerator_copier, "STAGING_BYTES", 1)
+    def simulated(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        self.device_bytes = SimulatedDevice(self.scheduler)
+        self.constrain(monkeypatch)
+        yield
+        self.device_bytes.finish()
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing, by default."""
 
     def open(self, kv: PagedKV) -> Copier:
-        return AcceleratorCopier(kv, InlineStream)
+        return PipelineCopier(kv, self.device_bytes)
+
+    def pages(
+        self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, pages_per_block: int = 1
+    ) -> Pages:
+        engine = super().pages(axes, seed, dtype=dtype, pages_per_block=pages_per_block)
+        for tensor in engine.tensors:
+            self.device_bytes.know(tensor, "pages")
+        return engine
+
+    def slots(self, kv: PagedKV, num_slots: int, gap_bytes: int = 0) -> Slots:
+        slots = super().slots(kv, num_slots, gap_bytes)
+        self.device_bytes.know(torch.frombuffer(slots.memory, dtype=torch.uint8), "slots")
+        return slots
+
+    def computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.device_bytes.finish_compute()
+        return compute()
+
+
+class TestPipelineOnAPromptDevice(SimulatedContract):
+    """The bytes an accelerator would move, moved at once."""
+
+
+class TestPipelineInParts(SimulatedContract):
+    """With staging buffers of a layer or two, and streams that run in any mix."""
+
+    scheduler = Random(1)
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staged_path, "BUFFER_BYTES", 600)
+        monkeypatch.setattr(staged_path, "KERNEL_BYTES", 1)
+
+
+class TestPipelineAgainstAnAdversary(SimulatedContract):
+    """With staging buffers of one layer, and nothing that runs before somebody waits for it."""
+
+    scheduler = Adversarial(1)
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staged_path, "BUFFER_BYTES", 1)
+
+
+class TestDirectPipeline(SimulatedContract):
+    """As pages are copied whose runs are large; those that have no runs are staged."""
+
+    scheduler = Adversarial(2)
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
+        monkeypatch.setattr(direct_path, "DIRECT_BYTES", 1)
 
 
 @pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator that torch can use; this machine has none")
-class TestAcceleratorCopier(CopierContract):
+class TestPipeline(CopierContract):
     """The real thing, from and into pageable memory."""
 
     device = str(ACCELERATOR)
 
     def open(self, kv: PagedKV) -> Copier:
-        return AcceleratorCopier(kv)
+        return PipelineCopier(kv, TorchDevice(kv.device))
 
 
 # ---- the CPU copier
@@ -255,93 +297,6 @@ def test_close_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     copier.let_go()
 
 
-# ---- the accelerator copier
-
-
-def held_copier(kv: PagedKV) -> tuple[AcceleratorCopier, list[InlineStream]]:
-    """A copier whose streams pass no fence as long as they are held, and its streams: offload, onboard."""
-    streams: list[InlineStream] = []
-
-    def stream(device: torch.device) -> InlineStream:
-        streams.append(InlineStream(device))
-        streams[-1].is_held = True
-        return streams[-1]
-
-    return AcceleratorCopier(kv, stream), streams
-
-
-def test_compute_waits_for_the_fence_of_its_layer() -> None:
-    engine = filled()
-    copier, (_, onboards) = held_copier(engine.kv)
-    ticket = started(copier.onboard(Slots(engine.kv, 2).views, [3, 5]))
-    for layer in range(NUM_LAYERS):
-        ticket.wait_layer(layer)
-        assert [fence.num_waits for fence in onboards.fences] == [1] * (layer + 1) + [0] * (NUM_LAYERS - layer)
-    assert not ticket.done()
-    onboards.is_held = False
-    finish(ticket)
-
-
-def test_a_layer_in_parts_is_there_with_its_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator_copier, "STAGING_BYTES", 1)
-    engine = filled()
-    copier, (_, onboards) = held_copier(engine.kv)
-    ticket = started(copier.onboard(Slots(engine.kv, 2).views, [3, 5]))
-    ticket.wait_layer(0)
-    assert [fence.num_waits for fence in onboards.fences].index(1) == NUM_LAYERS
-
-
-def test_an_accelerator_copier_bounds_its_tickets() -> None:
-    engine = filled()
-    copier, (offloads, _) = held_copier(engine.kv)
-    slots = Slots(engine.kv, 1)
-    tickets = [started(copier.offload([0], slots.views)) for _ in range(accelerator_copier.MAX_TICKETS)]
-    assert copier.offload([0], slots.views) is None
-    offloads.is_held = False
-    for ticket in tickets:
-        finish(ticket)
-    finish(copier.offload([0], slots.views))
-
-
-def test_an_accelerator_copy_that_takes_too_long_has_failed_but_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator_copier, "COPY_TIMEOUT_S", 0.01)
-    engine = filled()
-    copier, _ = held_copier(engine.kv)
-    ticket = started(copier.offload([0], Slots(engine.kv, 1).views))
-    copier.close()
-    assert ticket.failed
-    assert not ticket.done()
-
-
-def test_a_copy_the_device_has_no_memory_for_has_failed(caplog: pytest.LogCaptureFixture) -> None:
-    engine = filled()
-    copier = AcceleratorCopier(engine.kv, NoMemoryStream)
-    ticket = started(copier.offload([0], Slots(engine.kv, 1).views))
-    ticket.wait()
-    assert ticket.done()
-    assert ticket.failed
-    assert "out of memory" in caplog.text
-
-
-class NoMemoryStream(InlineStream):
-    def index(self, pages: Sequence[int]) -> torch.Tensor:
-        raise torch.OutOfMemoryError("the device is out of memory")
-
-
-@pytest.mark.parametrize(
-    ("starts", "expected"),
-    [
-        ([], []),
-        ([40], [range(1)]),
-        ([0, 10, 20], [range(3)]),
-        ([0, 10, 30, 40, 0], [range(2), range(2, 4), range(4, 5)]),
-        ([20, 10, 0], [range(1), range(1, 2), range(2, 3)]),
-    ],
-)
-def test_slots_that_follow_each_other_are_one_copy(starts: list[int], expected: list[range]) -> None:
-    assert adjacent(starts, 10) == expected
-
-
 # ---- which copier
 
 
@@ -358,4 +313,4 @@ def test_pages_that_no_copier_can_reach_are_refused() -> None:
     with pytest.raises(LayoutError):
         CpuCopier(kv)
     with pytest.raises(LayoutError):
-        TorchSideStream(torch.device("cpu"))
+        TorchDevice(torch.device("cpu"))

@@ -1,0 +1,58 @@
+"""Pages to staging memory and back, on the device: bytes that lie scattered become a row of pieces of blocks.
+
+Staged bytes are ``[block][layer][plane][page of the block][token][head][dim]``, of some of the layers: with all of them
+they are blocks as they lie in slots.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu_io.pages import PagedKV
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What to move elements as: not every device indexes every type of float."""
+
+
+class Packer(Protocol):
+    """Moves pages of one ``PagedKV``, in the stream that is current.
+
+    ``pages`` are ids, int64 on the device; ``staged`` is uint8, flat and exactly as large as ``pages`` in all layers
+    that are staged.
+    """
+
+    def pack(self, pages: Tensor, staged: Tensor, layers: range) -> None:
+        """Gather ``layers`` of ``pages`` into ``staged``."""
+
+    def unpack(self, staged: Tensor, staged_layers: range, pages: Tensor, layers: range) -> None:
+        """Scatter ``layers`` of ``staged``, which has those in ``staged_layers``, to ``pages``."""
+
+
+class TorchPacker:
+    """With torch's own indexing, which every device has. Takes the memory of one layer of the pages beside it."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self._bits = _BITS[kv.layers[0].itemsize]
+        self._layers = [layer.view(self._bits) for layer in kv.layers]
+        self._pages_per_block = kv.pages_per_block
+
+    def pack(self, pages: Tensor, staged: Tensor, layers: range) -> None:
+        """Gather, a layer at a time."""
+        pieces = self._pieces(staged, layers)
+        for at, layer in enumerate(layers):
+            gathered = self._layers[layer].index_select(0, pages)
+            by_block = gathered.view(-1, self._pages_per_block, *gathered.shape[1:])
+            pieces[:, at].copy_(by_block.transpose(1, 2))
+
+    def unpack(self, staged: Tensor, staged_layers: range, pages: Tensor, layers: range) -> None:
+        """Scatter, a layer at a time."""
+        pieces = self._pieces(staged, staged_layers)
+        for layer in layers:
+            piece = pieces[:, layer - staged_layers.start]
+            self._layers[layer].index_copy_(0, pages, piece.transpose(1, 2).flatten(0, 1))
+
+    def _pieces(self, staged: Tensor, layers: range) -> Tensor:
+        """``[block, layer, plane, page, token, head, dim]``."""
+        num_planes, *page_shape = self._layers[0].shape[1:]
+        return staged.view(self._bits).view(-1, len(layers), num_planes, self._pages_per_block, *page_shape)

@@ -1,0 +1,77 @@
+"""Copies for pages on an accelerator, near the speed of the link: many in flight, and compute hardly notices.
+
+Scattered pages are gathered into one of a few staging buffers on the device and leave it in one large copy for each run
+of adjacent slots; onboarding is the mirror image. Pages that are large runs already go directly. Kernels and copies of
+each direction have a stream each, so that one buffer is filled while another is emptied.
+
+Rule 1: an offload starts after the compute submitted before it has written, an onboard after it has read.
+Rule 2: a staging buffer is used again after its last use; one stream waits for the other, the host for neither.
+Rule 3: compute waits for the layer it is about to read, and for nothing else.
+Rule 4: slots, pages and tables are somebody else's again when the host has seen the fence after their last use.
+"""
+
+from collections.abc import Sequence
+
+from gpu_io.copier import Ticket
+from gpu_io.direct_path import DIRECT_BYTES, DirectPath
+from gpu_io.direction import Direction
+from gpu_io.packing import Packer, TorchPacker
+from gpu_io.pages import PagedKV
+from gpu_io.pipeline_ticket import PipelineTicket
+from gpu_io.staged_path import StagedPath
+from gpu_io.streams import Device
+from gpu_io.works import addresses
+from kvstore.errors import ClosedError
+
+NUM_BUFFERS = 4
+"""Of each direction: one is filled, one is emptied, and two make up for what is late."""
+
+
+class PipelineCopier:
+    """Copies between pages and slots, through staging buffers or directly."""
+
+    def __init__(self, kv: PagedKV, device: Device, packer: Packer | None = None) -> None:
+        """``packer`` gathers and scatters; by default torch does."""
+        self._kv = kv
+        self._path: DirectPath | StagedPath
+        if kv.run_bytes >= DIRECT_BYTES:
+            self._path, buffers = DirectPath(kv, device), (0, 0)
+        else:
+            self._path = StagedPath(kv, device, packer or TorchPacker(kv))
+            buffers = NUM_BUFFERS, self._path.buffer_bytes
+        self._offloads, self._onboards = Direction(device, *buffers), Direction(device, *buffers)
+        self._closed = False
+
+    def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
+        """Start to copy pages into slots."""
+        self._require_open()
+        self._kv.require_room(pages, slots)
+        if not self._offloads.has_room:
+            return None
+        ticket = PipelineTicket(slots)
+        with self._offloads.follow(ticket):
+            if slots:
+                self._path.offload(self._offloads, ticket, tuple(pages), addresses(slots))
+        return ticket
+
+    def onboard(self, slots: Sequence[memoryview], pages: Sequence[int]) -> Ticket | None:
+        """Start to copy slots into pages, the first layers first."""
+        self._require_open()
+        self._kv.require_fit(pages, slots)
+        if not self._onboards.has_room:
+            return None
+        ticket = PipelineTicket(slots)
+        with self._onboards.follow(ticket):
+            if slots:
+                self._path.onboard(self._onboards, ticket, tuple(pages), addresses(slots))
+        return ticket
+
+    def close(self) -> None:
+        """Wait for what is in flight, and let go. What a device never lets go of is kept for good."""
+        self._closed = True
+        for direction in (self._offloads, self._onboards):
+            direction.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the copier is closed; open another one")
