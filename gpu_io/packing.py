@@ -4,12 +4,15 @@ Staged bytes are ``[block][layer][plane][page of the block][token][head][dim]``,
 they are blocks as they lie in slots.
 """
 
+import logging
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gpu_io.pages import PagedKV
+
+_log = logging.getLogger(__name__)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """What to move elements as: not every device indexes every type of float."""
@@ -56,3 +59,29 @@ class TorchPacker:
         """``[block, layer, plane, page, token, head, dim]``."""
         num_planes, *page_shape = self._layers[0].shape[1:]
         return staged.view(self._bits).view(-1, len(layers), num_planes, self._pages_per_block, *page_shape)
+
+
+def packer_for(kv: PagedKV) -> Packer:
+    """Triton's kernels where they work on the device of ``kv``, whose pages nobody uses yet; else torch's indexing."""
+    try:
+        from gpu_io.kernels import TritonPacker  # noqa: PLC0415 - not every machine has triton
+
+        packer = TritonPacker(kv)
+        _require_same(packer, TorchPacker(kv), kv)
+    except Exception as error:  # noqa: BLE001 - an edge: a compiler for a device that it does not know raises anything
+        _log.warning("Triton's kernels do not work on %s; torch gathers and scatters, slower: %s", kv.device, error)
+        return TorchPacker(kv)
+    return packer
+
+
+def _require_same(packer: Packer, proven: Packer, kv: PagedKV) -> None:
+    """Raises ``RuntimeError`` unless both make the same block of the first pages, and the same pages of it again."""
+    pages = torch.arange(kv.pages_per_block, device=kv.device)
+    layers = range(len(kv.layers))
+    blocks = [torch.empty(kv.layout.block_bytes, dtype=torch.uint8, device=kv.device) for _ in range(3)]
+    proven.pack(pages, blocks[0], layers)
+    packer.pack(pages, blocks[1], layers)
+    packer.unpack(blocks[1], layers, pages, layers)
+    proven.pack(pages, blocks[2], layers)
+    if not (blocks[0].equal(blocks[1]) and blocks[0].equal(blocks[2])):
+        raise RuntimeError("they move other bytes than torch does")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from gpu_io.copier import Ticket
 from gpu_io.direct_path import DIRECT_BYTES, DirectPath
 from gpu_io.direction import Direction
-from gpu_io.packing import Packer, TorchPacker
+from gpu_io.packing import Packer
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline_ticket import PipelineTicket
 from gpu_io.staged_path import StagedPath
@@ -30,14 +30,14 @@ NUM_BUFFERS = 4
 class PipelineCopier:
     """Copies between pages and slots, through staging buffers or directly."""
 
-    def __init__(self, kv: PagedKV, device: Device, packer: Packer | None = None) -> None:
-        """``packer`` gathers and scatters; by default torch does."""
+    def __init__(self, kv: PagedKV, device: Device, packer: Packer) -> None:
+        """``packer`` gathers and scatters what is not copied directly."""
         self._kv = kv
         self._path: DirectPath | StagedPath
         if kv.run_bytes >= DIRECT_BYTES:
             self._path, buffers = DirectPath(kv, device), (0, 0)
         else:
-            self._path = StagedPath(kv, device, packer or TorchPacker(kv))
+            self._path = StagedPath(kv, device, packer)
             buffers = NUM_BUFFERS, self._path.buffer_bytes
         self._offloads, self._onboards = Direction(device, *buffers), Direction(device, *buffers)
         self._closed = False

@@ -10,6 +10,7 @@ from gpu_io import cpu_copier, direct_path, pipeline, staged_path
 from gpu_io.copier import Copier
 from gpu_io.cpu_copier import CpuCopier, CpuTicket
 from gpu_io.device import copier_for
+from gpu_io.packing import TorchPacker, packer_for
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
@@ -59,7 +60,7 @@ class SimulatedContract(CopierContract):
         """Nothing, by default."""
 
     def open(self, kv: PagedKV) -> Copier:
-        return PipelineCopier(kv, self.device_bytes)
+        return PipelineCopier(kv, self.device_bytes, TorchPacker(kv))
 
     def pages(
         self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, pages_per_block: int = 1
@@ -119,7 +120,7 @@ class TestPipeline(CopierContract):
     device = str(ACCELERATOR)
 
     def open(self, kv: PagedKV) -> Copier:
-        return PipelineCopier(kv, TorchDevice(kv.device))
+        return PipelineCopier(kv, TorchDevice(kv.device), packer_for(kv))
 
 
 # ---- the CPU copier

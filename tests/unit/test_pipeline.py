@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu_io import direct_path, direction, pipeline, pipeline_ticket, staged_path
+from gpu_io.packing import TorchPacker
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
@@ -75,7 +76,7 @@ class World:
         self.slots = Slots(self.kv, NUM_SLOTS)
         self.host = [torch.frombuffer(view, dtype=torch.uint8) for view in self.slots.views]
         device.know(torch.frombuffer(self.slots.memory, dtype=torch.uint8), "slots")
-        self.copier = PipelineCopier(self.kv, device)
+        self.copier = PipelineCopier(self.kv, device, TorchPacker(self.kv))
 
     def values(self, slots: Sequence[int]) -> list[float]:
         """What is in slots, as the host sees it: one value each, if all is well."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu_io import direction, pipeline, pipeline_ticket, staged_path
+from gpu_io.packing import TorchPacker
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.pipeline_ticket import PipelineTicket
 from gpu_io.simulated import Adversarial, SimulatedDevice, SimulatedFence, SimulatedStream
@@ -53,7 +54,7 @@ def opened(axes: str) -> tuple[Recorder, PipelineCopier, Slots, Pages]:
     for tensor in engine.tensors:
         device.know(tensor, "pages")
     device.know(torch.frombuffer(slots.memory, dtype=torch.uint8), "slots")
-    return device, PipelineCopier(engine.kv, device), slots, engine
+    return device, PipelineCopier(engine.kv, device, TorchPacker(engine.kv)), slots, engine
 
 
 def test_scattered_pages_and_adjacent_slots_are_one_kernel_and_one_copy() -> None:
@@ -109,6 +110,22 @@ def test_a_ticket_that_is_kept_keeps_no_tables() -> None:
     assert ticket.tables
     copier.close()
     assert not ticket.tables
+
+
+def test_no_kernel_is_given_a_host_address() -> None:
+    """CR-037: on HIP it may mean other bytes on the device; only copies of the runtime know slots."""
+    device, copier, slots, _ = opened(STRIDED[0])
+    finish(copier.offload([1, 2], slots.views[:2]))
+    finish(copier.onboard(slots.views[:2], [3, 4]))
+    start = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr()
+    in_slots = {
+        type(work).__name__
+        for work in device.works
+        for starts, _ in (*work.reads(), *work.writes())
+        if ((starts >= start) & (starts < start + len(slots.memory))).any()
+    }
+    assert in_slots == {"Copy"}
+    assert {"Pack", "Unpack"} <= {type(work).__name__ for work in device.works}
 
 
 def test_buffers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu_io import direct_path, pipeline, staged_path
+from gpu_io.packing import TorchPacker
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
 from gpu_io.simulated import POISON, Prompt, SimulatedDevice, SimulatedStream
@@ -78,7 +79,7 @@ def test_works_touch_what_they_declare(
     pages = [7, 2, 3, 4, 5, 0, 1, 8]
     blocks = [pages[at : at + pages_per_block] for at in range(0, len(pages), pages_per_block)]
     before = [engine.block(block) for block in blocks]
-    copier = PipelineCopier(engine.kv, device)
+    copier = PipelineCopier(engine.kv, device, TorchPacker(engine.kv))
     finish(copier.offload(pages, slots.views[: len(blocks)]))
     assert [bytes(view) for view in slots.views[: len(blocks)]] == before
     finish(copier.onboard(slots.views[: len(blocks)], pages[::-1]))

@@ -1,0 +1,175 @@
+"""The kernels: exact in triton's interpreter, in all arrangements; compiled for real chips, in accesses of 128 bits."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gpu_io import kernels, packing
+from gpu_io.packing import TorchPacker, packer_for
+from gpu_io.pages import PagedKV
+from gpu_io.testing import IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
+
+TARGETS = [
+    GPUTarget("cuda", 80, 32),
+    GPUTarget("cuda", 90, 32),
+    GPUTarget("hip", "gfx90a", 64),
+    GPUTarget("hip", "gfx942", 64),
+    GPUTarget("hip", "gfx1100", 32),
+]
+ALL_LAYERS = range(NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ModuleType]:
+    """The kernels' module as it is where TRITON_INTERPRET is set; one launch at a time, it is not thread-safe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec = importlib.util.spec_from_file_location("interpreted_kernels", kernels.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def staged_bytes(engine: Pages, num_pages: int, layers: range) -> torch.Tensor:
+    num_bytes = engine.kv.layout.block_bytes * num_pages // engine.kv.pages_per_block
+    return torch.full((num_bytes * len(layers) // NUM_LAYERS,), 0xAA, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
+def test_kernels_move_what_torch_moves(interpreted: ModuleType, axes: str, dtype: torch.dtype) -> None:
+    ours = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
+    theirs = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
+    packer, expected = interpreted.TritonPacker(ours.kv), TorchPacker(theirs.kv)
+    pages = torch.tensor([7, 2, 3, 5])
+    for layers in (ALL_LAYERS, range(1, 3)):
+        packed, proven = staged_bytes(ours, 4, layers), staged_bytes(theirs, 4, layers)
+        packer.pack(pages, packed, layers)
+        expected.pack(pages, proven, layers)
+        assert packed.equal(proven)
+    for layers in (range(2, 3), range(1, 2)):  # of those that are staged now, the last two
+        packer.unpack(packed.flip(0), range(1, 3), pages, layers)
+        expected.unpack(packed.flip(0), range(1, 3), pages, layers)
+    assert ours.content().view(torch.uint8).equal(theirs.content().view(torch.uint8))
+
+
+def test_a_piece_larger_than_a_program_is_moved_whole(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreted, "PROGRAM_BYTES", 32)
+    engine = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu")
+    packed, proven = staged_bytes(engine, 2, ALL_LAYERS), staged_bytes(engine, 2, ALL_LAYERS)
+    pages = torch.tensor([4, 1])
+    interpreted.TritonPacker(engine.kv).pack(pages, packed, ALL_LAYERS)
+    TorchPacker(engine.kv).pack(pages, proven, ALL_LAYERS)
+    assert packed.equal(proven)
+
+
+@pytest.mark.parametrize(("tokens", "dim", "align_bytes"), [(4, 8, 16), (3, 8, 8), (3, 6, 2), (3, 5, 1), (4, 16, 16)])
+def test_rows_that_are_no_whole_accesses_are_moved_in_smaller_ones(
+    interpreted: ModuleType, tokens: int, dim: int, align_bytes: int
+) -> None:
+    content = torch.randint(0, 256, (5, tokens, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    kv = PagedKV([content], "page token dim")
+    packer = interpreted.TritonPacker(kv)
+    assert align_bytes % packer.align_bytes == 0
+    packed, pages = torch.zeros(2 * tokens * dim, dtype=torch.uint8), torch.tensor([4, 1])
+    packer.pack(pages, packed, range(1))
+    assert packed.equal(content[[4, 1]].flatten())
+    packer.unpack(packed, range(1), torch.tensor([0, 3]), range(1))
+    assert content[[0, 3]].equal(content[[4, 1]])
+
+
+# ---- compiled
+
+MODELS = {
+    "8B in order": ("page plane token head dim", (4, 2, 16, 8, 128), torch.bfloat16),
+    "8B, heads outside": ("page plane head token dim", (4, 2, 8, 16, 128), torch.bfloat16),
+    "70B at 8 ranks": ("page plane token head dim", (4, 2, 16, 1, 128), torch.bfloat16),
+    "MLA": ("page token dim", (4, 16, 576), torch.bfloat16),
+    "80 a head, heads outside": ("page plane head token dim", (4, 2, 5, 16, 80), torch.float16),
+    "fp8, heads outside": ("page plane head token dim", (4, 2, 8, 16, 64), torch.float8_e4m3fn),
+    "fp32": ("page plane head token dim", (4, 2, 2, 16, 64), torch.float32),
+}
+
+
+def assembly(kernel: Any, kv: PagedKV, target: GPUTarget) -> str:
+    """What is compiled for ``kv``, with what a launch knows of its arguments."""
+    constants = kernels.TritonPacker(kv).constants
+    pointers = {"bases": "*i64", "pages": "*i64", "staged": f"*{constants['WORD'].name.replace('int', 'i')}"}
+    numbers = dict.fromkeys(("page_stride", "first_plane", "first_staged", "num_staged"), "i32")
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(pointers) if name != "pages"}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
+    text: str = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    return text
+
+
+ACCESS = re.compile(r"\b((?:ld|st)\.global\S*|(?:global|buffer|flat)_(?:load|store)_\S+)")
+WIDE = re.compile(r"\.v4\.b32|\.v2\.b64|dwordx4|b128")
+TABLE = re.compile(r"ld\.global\.b64|load_dwordx2|load_b64")
+"""How an entry of a table is read: 8 bytes."""
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.arch))
+@pytest.mark.parametrize("kernel", ["pack_kernel", "unpack_kernel"])
+def test_kernels_compile_for_every_chip_in_accesses_of_128_bits(
+    target: GPUTarget, kernel: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+    for name, (axes, shape, dtype) in MODELS.items():
+        kv = PagedKV([torch.zeros(shape, dtype=dtype) for _ in range(2)], axes, pages_per_block=2)
+        accesses = ACCESS.findall(assembly(getattr(kernels, kernel), kv, target))
+        narrow = [access for access in accesses if not WIDE.search(access) and not TABLE.search(access)]
+        wide = [access for access in accesses if WIDE.search(access)]
+        assert not narrow, name
+        assert any("ld" in access or "load" in access for access in wide), name
+        assert any("st" in access for access in wide), name
+
+
+# ---- which packer
+
+
+def test_without_a_chip_that_triton_knows_torch_does_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu")
+    assert isinstance(packer_for(engine.kv), TorchPacker)
+    assert "Triton's kernels do not work on cpu" in caplog.text
+
+
+def test_kernels_that_work_are_used(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TritonPacker", interpreted.TritonPacker)
+    engine = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu")
+    before = engine.content()
+    assert isinstance(packer_for(engine.kv), interpreted.TritonPacker)
+    assert engine.content().equal(before)
+
+
+def test_kernels_that_move_other_bytes_are_not_used(
+    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(TorchPacker):
+        def pack(self, pages: torch.Tensor, staged: torch.Tensor, layers: range) -> None:
+            super().pack(pages, staged, layers)
+            staged[-1] ^= 1
+
+    monkeypatch.setattr(kernels, "TritonPacker", Wrong)
+    kv = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu").kv
+    assert type(packer_for(kv)) is TorchPacker
+    assert "other bytes than torch" in caplog.text
+
+
+def test_a_machine_without_triton_has_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "gpu_io.kernels", None)
+    kv = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu").kv
+    assert type(packing.packer_for(kv)) is TorchPacker
+    assert "torch gathers and scatters" in caplog.text
