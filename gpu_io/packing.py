@@ -75,13 +75,20 @@ def packer_for(kv: PagedKV) -> Packer:
 
 
 def _require_same(packer: Packer, proven: Packer, kv: PagedKV) -> None:
-    """Raises ``RuntimeError`` unless both make the same block of the first pages, and the same pages of it again."""
-    pages = torch.arange(kv.pages_per_block, device=kv.device)
-    layers = range(len(kv.layers))
-    blocks = [torch.empty(kv.layout.block_bytes, dtype=torch.uint8, device=kv.device) for _ in range(3)]
-    proven.pack(pages, blocks[0], layers)
-    packer.pack(pages, blocks[1], layers)
-    packer.unpack(blocks[1], layers, pages, layers)
-    proven.pack(pages, blocks[2], layers)
-    if not (blocks[0].equal(blocks[1]) and blocks[0].equal(blocks[2])):
+    """Raises ``RuntimeError`` unless both move random bytes alike, out of the last pages and into them.
+
+    The last ones, because addresses there are the largest. They have their own bytes again in the end.
+    """
+    pages = torch.arange(kv.num_pages - kv.pages_per_block, kv.num_pages, device=kv.device).flip(0)
+    layers, num_bytes = range(len(kv.layers)), kv.layout.block_bytes
+    chance = torch.Generator().manual_seed(1)
+    sent = torch.randint(0, 256, (2, num_bytes), dtype=torch.uint8, generator=chance).to(kv.device)
+    before, *received = torch.zeros(3, num_bytes, dtype=torch.uint8, device=kv.device)
+    proven.pack(pages, before, layers)
+    proven.unpack(sent[0], layers, pages, layers)
+    packer.pack(pages, received[0], layers)
+    packer.unpack(sent[1], layers, pages, layers)
+    proven.pack(pages, received[1], layers)
+    proven.unpack(before, layers, pages, layers)
+    if not sent.equal(torch.stack(received)):
         raise RuntimeError("they move other bytes than torch does")

@@ -20,7 +20,7 @@ class PipelineTicket:
     def __init__(self, slots: Sequence[memoryview]) -> None:
         self.failed = False
         self.num_works = 0
-        """Submitted so far."""
+        """Submitted so far, or begun to be: what fails on its way to the device may have reached it."""
         self.tables: list[Tensor] = []
         """To be given back when the ticket is done."""
         self.ends: list[Fence] = []
@@ -32,8 +32,8 @@ class PipelineTicket:
 
     def submit(self, stream: Stream, work: Work) -> None:
         """Give ``work``, a part of this copy, to ``stream``."""
-        stream.submit(work)
         self.num_works += 1
+        stream.submit(work)
 
     def done(self) -> bool:
         """Whether the streams have passed the ends. A device that is lost never has."""

@@ -46,21 +46,20 @@ def staged_bytes(engine: Pages, num_pages: int, layers: range) -> torch.Tensor:
     return torch.full((num_bytes * len(layers) // NUM_LAYERS,), 0xAA, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
 def test_kernels_move_what_torch_moves(interpreted: ModuleType, axes: str, dtype: torch.dtype) -> None:
     ours = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
     theirs = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
     packer, expected = interpreted.TritonPacker(ours.kv), TorchPacker(theirs.kv)
     pages = torch.tensor([7, 2, 3, 5])
-    for layers in (ALL_LAYERS, range(1, 3)):
-        packed, proven = staged_bytes(ours, 4, layers), staged_bytes(theirs, 4, layers)
-        packer.pack(pages, packed, layers)
-        expected.pack(pages, proven, layers)
-        assert packed.equal(proven)
-    for layers in (range(2, 3), range(1, 2)):  # of those that are staged now, the last two
-        packer.unpack(packed.flip(0), range(1, 3), pages, layers)
-        expected.unpack(packed.flip(0), range(1, 3), pages, layers)
+    staged = range(1, 3)
+    packed, proven = staged_bytes(ours, 4, staged), staged_bytes(theirs, 4, staged)
+    packer.pack(pages, packed, staged)
+    expected.pack(pages, proven, staged)
+    assert packed.equal(proven)
+    packer.unpack(packed.flip(0), staged, pages, range(2, 3))
+    expected.unpack(packed.flip(0), staged, pages, range(2, 3))
     assert ours.content().view(torch.uint8).equal(theirs.content().view(torch.uint8))
 
 
@@ -92,13 +91,11 @@ def test_rows_that_are_no_whole_accesses_are_moved_in_smaller_ones(
 # ---- compiled
 
 MODELS = {
-    "8B in order": ("page plane token head dim", (4, 2, 16, 8, 128), torch.bfloat16),
     "8B, heads outside": ("page plane head token dim", (4, 2, 8, 16, 128), torch.bfloat16),
     "70B at 8 ranks": ("page plane token head dim", (4, 2, 16, 1, 128), torch.bfloat16),
     "MLA": ("page token dim", (4, 16, 576), torch.bfloat16),
     "80 a head, heads outside": ("page plane head token dim", (4, 2, 5, 16, 80), torch.float16),
     "fp8, heads outside": ("page plane head token dim", (4, 2, 8, 16, 64), torch.float8_e4m3fn),
-    "fp32": ("page plane head token dim", (4, 2, 2, 16, 64), torch.float32),
 }
 
 
@@ -154,18 +151,26 @@ def test_kernels_that_work_are_used(interpreted: ModuleType, monkeypatch: pytest
     assert engine.content().equal(before)
 
 
-def test_kernels_that_move_other_bytes_are_not_used(
-    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Wrong(TorchPacker):
-        def pack(self, pages: torch.Tensor, staged: torch.Tensor, layers: range) -> None:
-            super().pack(pages, staged, layers)
-            staged[-1] ^= 1
+class Flipping(TorchPacker):
+    def pack(self, pages: torch.Tensor, staged: torch.Tensor, layers: range) -> None:
+        super().pack(pages, staged, layers)
+        staged[-1] ^= 1
 
-    monkeypatch.setattr(kernels, "TritonPacker", Wrong)
-    kv = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu").kv
-    assert type(packer_for(kv)) is TorchPacker
+
+class Idle(TorchPacker):
+    def unpack(self, staged: torch.Tensor, staged_layers: range, pages: torch.Tensor, layers: range) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wrong", [Flipping, Idle])
+def test_kernels_that_move_other_bytes_are_not_used(
+    wrong: type[TorchPacker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "TritonPacker", wrong)
+    zeros = [torch.zeros(3, 2, 4, 8, dtype=torch.bfloat16) for _ in range(2)]  # as an engine's pages are at first
+    assert type(packer_for(PagedKV(zeros, "page plane token dim"))) is TorchPacker
     assert "other bytes than torch" in caplog.text
+    assert not any(tensor.any() for tensor in zeros)
 
 
 def test_a_machine_without_triton_has_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

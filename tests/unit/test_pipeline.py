@@ -1,5 +1,7 @@
 """The pipeline on a simulated device: nothing is unordered, and every wait in it is there for a reason."""
 
+import ast
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -212,7 +214,7 @@ def make_small(patch: pytest.MonkeyPatch, path: str) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_unordered(path: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     axes = make_small(monkeypatch, path)
     for scheduler in (Prompt(), Random(seed), Adversarial(seed)):
@@ -243,15 +245,23 @@ def all_waits() -> dict[str, list[str]]:
     return paths
 
 
+def written_waits() -> set[str]:
+    """Every line of the pipeline that waits for a fence or asks for one."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}.py:{node.lineno}"
+        for module in (direct_path, direction, pipeline, pipeline_ticket, staged_path)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"wait", "query"}
+    }
+
+
 def test_every_wait_is_missed_when_it_is_left_out() -> None:
     """WK-004, WK-005, WK-006, WK-007, WK-051, WK-058: each wait alone, under every scheduler, every time.
 
     Those of offload and onboard count apart, and so do those of the host, for whom a wait is to ask for a fence.
     """
     waits = all_waits()
-    assert {name.partition(":")[0] for wait in waits for name in wait.split(" < ")} == {
-        "direct_path.py", "direction.py", "pipeline.py", "pipeline_ticket.py", "staged_path.py",
-    }  # fmt: skip
+    assert written_waits() <= {place for wait in waits for place in wait.split(" < ")}
     schedulers: list[Callable[[], Scheduler]] = [Prompt]
     schedulers += [partial(kind, seed) for kind in (Random, Adversarial) for seed in range(2)]
     assert not [

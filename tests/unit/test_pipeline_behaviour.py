@@ -1,6 +1,7 @@
 """What the pipeline gives to a device, what it says of a copy, and what it does with a device that fails."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -224,6 +225,30 @@ def test_a_copy_the_device_has_no_memory_for_has_failed(num_works: int, caplog: 
     finish(copier.offload([1], slots.views[8:]))
     assert bytes(slots.views[8]) == engine.block([1])
     assert engine.content().equal(before)
+
+
+@pytest.mark.parametrize("axes", [STRIDED[0], IN_ORDER[0]])
+def test_a_work_that_fails_on_its_way_to_the_device_may_have_reached_it(
+    axes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
+    device, copier, slots, _ = opened(axes)
+    device.is_held = True
+    submits = {stream: stream.submit for stream in device._streams[1:]}
+
+    def reached(stream: SimulatedStream, work: Work) -> None:
+        submits[stream](work)
+        raise RuntimeError("out of memory")
+
+    for stream in submits:
+        monkeypatch.setattr(stream, "submit", partial(reached, stream))
+    ticket = started(copier.onboard(slots.views[:1], [4]))
+    assert ticket.failed
+    assert not ticket.done()
+    device.is_held = False
+    ticket.wait()
+    assert ticket.done()
+    copier.close()
 
 
 class LostFence(SimulatedFence):
