@@ -4,16 +4,19 @@ import heapq
 
 from kvstore.errors import ConfigError
 
-MIN_EXTENT_BYTES = 64 << 20
+MIN_EXTENT_BYTES = 1 << 20
+USUAL_EXTENT_BYTES = 64 << 20
 MAX_EXTENT_BYTES = 1 << 30
 
 
 def extent_bytes_for(capacity_bytes: int) -> int:
-    """The size of a tier's extents: a sixteenth of its budget within 64 MiB and 1 GiB, at most the budget.
+    """The size of a tier's extents: a sixteenth of its budget within 64 MiB and 1 GiB; a quarter of a small one.
 
-    Small enough that two models can share a tier, large enough that the remainder after the last whole slot is noise.
+    Small enough that models can share a tier, large enough that the remainder after the last whole slot is noise. A
+    budget of less than 1 MiB is one extent.
     """
-    return min(capacity_bytes, max(MIN_EXTENT_BYTES, min(MAX_EXTENT_BYTES, capacity_bytes // 16)))
+    least_bytes = max(MIN_EXTENT_BYTES, min(USUAL_EXTENT_BYTES, capacity_bytes // 4))
+    return min(capacity_bytes, max(least_bytes, min(MAX_EXTENT_BYTES, capacity_bytes // 16)))
 
 
 class Extents:

@@ -314,11 +314,14 @@ class SlotLevel:
             return len(other.extents) - self._extents.num_extents * other.demand_bytes / total_demand
 
         donor = max((other for other in self._shares.values() if other is not share), key=surplus)
-        # A whole extent each way, or two pools near balance would pass one to and fro; half of one to get a first.
+        # A whole extent each way, or two pools near balance would pass one to and fro; half of one to get a first,
+        # which a pool gets at once where others have several.
         threshold = 1.0 if share.extents else 0.5
-        if surplus(donor) < threshold or surplus(share) > -threshold:
+        is_owed = not share.extents and len(donor.extents) > 1
+        if not is_owed and (surplus(donor) < threshold or surplus(share) > -threshold):
             return False
-        for extent in sorted(donor.extents, key=lambda extent: self._num_ready(donor, extent)):
+        # Of equals the last: a tier fills from the front, and blocks near roots are worth more than those behind them.
+        for extent in sorted(donor.extents, key=lambda extent: (self._num_ready(donor, extent), -extent)):
             if self._extents.size_bytes(extent) < share.slot_bytes:
                 continue
             if self._empty(donor, extent):

@@ -232,7 +232,7 @@ class Directory:
             if not self.growth.allows():
                 return False
             try:
-                self._grow(first.extent, chunks, layout)
+                self._grow(first.extent, chunks, (start, end), layout)
             except OSError as error:
                 if not is_disk_full(error):
                     raise
@@ -294,19 +294,28 @@ class Directory:
                 error,
             )
 
-    def _grow(self, extent: int, chunks: Sequence[tuple[int, int]], layout: ExtentLayout) -> None:
+    def _grow(
+        self, extent: int, chunks: Sequence[tuple[int, int]], needed: tuple[int, int], layout: ExtentLayout
+    ) -> None:
+        """Take the space of whole ``chunks``; of a disk that lacks it, only what is ``needed``, from start to end."""
         grid = self._geometry.grid(layout.block_bytes)
         num_slots = grid.num_slots(self.number, extent)
         if self.table.layout(extent) != layout:
             self._hand_over(extent, layout, num_slots)
-        piece_bytes = num_slots * grid.file_slot_bytes
+        piece_bytes, extent_start = num_slots * grid.file_slot_bytes, extent * self._geometry.stride_bytes
         for chunk in chunks:
-            if chunk not in self._preallocated:
-                start = chunk[1] * PREALLOCATE_BYTES
-                self._preallocate(
-                    extent * self._geometry.stride_bytes + start, min(PREALLOCATE_BYTES, piece_bytes - start)
-                )
+            if chunk in self._preallocated:
+                continue
+            start = chunk[1] * PREALLOCATE_BYTES
+            end = min(start + PREALLOCATE_BYTES, piece_bytes)
+            try:
+                self._preallocate(extent_start + start, end - start)
                 self._preallocated.add(chunk)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                start, end = max(start, needed[0]), min(end, needed[1])
+                self._preallocate(extent_start + start, end - start)
 
     def _hand_over(self, extent: int, layout: ExtentLayout, num_slots: int) -> None:
         """Empty an extent of another layout's blocks, disk space included, so that the budget holds."""

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,19 +51,42 @@ def scenario(mount: Path) -> None:
         assert tier.usage_bytes() <= 20 << 20
 
 
-def test_writing_stops_when_the_disk_is_full_and_resumes_when_it_is_not(tmp_path: Path) -> None:
+def crowded(mount: Path) -> None:
+    """A cap of 20 MiB and 14 MiB of disk: what fits is written, as ``kvstore.opening`` opens it."""
+    (mount / "stranger").write_bytes(bytes(10 << 20))
+    small = layout_of(32 << 10)
+    with opened(mount / "cache", capacity_bytes=20 << 20, extent_bytes=None) as tier:
+        per_extent = tier.extent_bytes // tier.slot_bytes(small.block_bytes)
+        all_moves = [
+            replace(
+                full_move(tier, number, small),
+                offset_bytes=number // per_extent * tier.extent_bytes
+                + number % per_extent * tier.slot_bytes(small.block_bytes),
+            )
+            for number in range(3 * per_extent)
+        ]
+        written = [tier.write([move], time.monotonic() + 10)[0] for move in all_moves]
+        assert set(written) == {OK, FULL}
+        assert written.count(OK) * small.block_bytes > 12 << 20
+        assert tier.writes_stopped
+    with opened(mount / "cache", capacity_bytes=20 << 20) as tier:
+        assert len(list(tier.scan())) == written.count(OK)
+
+
+@pytest.mark.parametrize("scene", ["scenario", "crowded"])
+def test_writing_stops_when_the_disk_is_full_and_resumes_when_it_is_not(tmp_path: Path, scene: str) -> None:
     """In a mount namespace of its own, since a limit on a process's files is not the same as a full disk."""
     unshare = shutil.which("unshare")
     prefix = [unshare or "", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     if unshare is None or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("no mount namespace can be made here: needs unshare, and root or user namespaces")
     script = f'mount -t tmpfs -o size=24m,mode=700 kvstore-test "{tmp_path}" && exec "$@"'
-    command = [*prefix, "sh", "-c", script, "sh", sys.executable, "-m", __name__, str(tmp_path)]
+    command = [*prefix, "sh", "-c", script, "sh", sys.executable, "-m", __name__, scene, str(tmp_path)]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "done\n"
 
 
 if __name__ == "__main__":
-    scenario(Path(sys.argv[1]))
+    {"scenario": scenario, "crowded": crowded}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.write("done\n")

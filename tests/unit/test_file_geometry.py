@@ -100,7 +100,7 @@ def test_a_new_store_can_use_nearly_all_of_its_budget(configured_bytes: int, num
     configured_bytes += num_directories << 16
     geometry = Geometry.within(configured_bytes, stride_bytes_for(configured_bytes, num_directories), num_directories)
     assert geometry.stride_bytes % PAGE_BYTES == 0
-    assert configured_bytes * 0.999 - num_directories * 12 * PAGE_BYTES <= geometry.capacity_bytes < configured_bytes
+    assert configured_bytes * 0.999 - num_directories * 14 * PAGE_BYTES <= geometry.capacity_bytes < configured_bytes
 
 
 def test_a_budget_for_no_block_at_all_is_refused() -> None:

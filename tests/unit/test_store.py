@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.errors import ClosedError, ConfigError, LayoutError, LeaseError
+from kvstore.extents import extent_bytes_for
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.mover import Mover
@@ -273,6 +274,24 @@ def test_two_layouts_share_a_budget_and_demand_moves_extents() -> None:
         assert num_second >= 6  # all the recent demand is for it; one extent of slack each way
         assert num_first + num_second <= 16
         w.assert_idle()
+
+
+def test_a_second_layout_gets_room_at_once_where_the_first_has_several_extents() -> None:
+    """And the first keeps the rest, though all of the demand was its own."""
+    with world(16, num_extents=4) as w:
+        w.put(w.chain(16))
+        other = w.store.open_namespace(IDENTITY, Layout("uint8", 1, 1, (2048,), 4))
+        with w.store.reserve(other, 1) as lease:
+            assert lease.num_blocks == 1
+        assert w.store.lookup(w.chain(16)).found == 12
+
+
+@pytest.mark.parametrize("capacity_mib", [4, 16, 20, 64, 200, 1024, 100 * 1024])
+def test_every_tier_has_room_for_several_layouts(capacity_mib: int) -> None:
+    capacity_bytes = capacity_mib << 20
+    extent_bytes = extent_bytes_for(capacity_bytes)
+    assert 4 <= capacity_bytes // extent_bytes <= 100
+    assert extent_bytes >= 1 << 20
 
 
 def test_a_layout_that_does_not_fit_is_refused_by_name() -> None:
