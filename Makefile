@@ -9,7 +9,7 @@ VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm mutants soak demo bench-tiers bench-sidecar bench-peers protos lock
+.PHONY: help setup check test test-vllm test-vllm-full mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,6 +41,9 @@ mutants: setup ## Plant faults in a copy of the product, one at a time, and see 
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 test-vllm: $(VLLM_READY) ## Tests with the real vLLM, in an environment of its own: build/vllm-venv
+	$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm -m "not full" $(ARGS)
+
+test-vllm-full: $(VLLM_READY) ## The same, with two ranks and the OpenAI server: some minutes more
 	$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(ARGS)
 
 $(VLLM_READY): requirements-vllm.lock
@@ -63,6 +66,9 @@ bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: b
 
 bench-peers: setup ## The same work beside LMCache, Mooncake Store and AIBrix, each in an environment of its own
 	$(BIN)/python -m bench.peers $(ARGS)
+
+bench-vllm: $(VLLM_READY) ## Time to the first token in vLLM, from each tier and beside its own connectors
+	$(VLLM_VENV)/bin/python -m bench.vllm $(ARGS)
 
 protos: setup ## Generate kvstore/api from protos/; make check tells when it is stale
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/kvstore/api/v1/*.proto

@@ -200,8 +200,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def reset_cache(self) -> bool:
         """Forget the blocks of this engine's model in every tier."""
         if self._scheduler is not None:
-            for ns in self._namespaces.values():
-                self._scheduler.store.clear(ns)
+            self._scheduler.clear(self._namespaces.values())
         return True
 
     # ---- the worker's side
@@ -271,7 +270,6 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None
             scheduler.close()
-            scheduler.store.close()
 
 
 def traits_of(vllm_config: Any, kv_cache_config: Any) -> EngineTraits:

@@ -10,15 +10,19 @@ Rule 4: pages of a store job are held in vLLM's pool, and its slots are leased, 
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from connectors.plan import Planner, usable_blocks
 from connectors.vllm.door import ArenaDoor
 from connectors.vllm.messages import LoadJob, Slots, Step, StoreJob, StoreReport
 from connectors.vllm.request import EngineRequest, Page, PagePool
 from connectors.vllm.served import Served
+from connectors.vllm.upkeep import Upkeep
 from kvstore.block_store import BlockStore
 from kvstore.lease import LeaseState, ReadLease, WriteLease
 from kvstore.namespace import Namespace
@@ -27,10 +31,21 @@ from kvstore.types import BlockKey, Request
 
 PIN_S = 10.0
 """How long a request that was offered blocks, but no pages to load them into, may keep them from eviction."""
-COPY_DOWN_S = 10.0
-"""How long an engine with nothing to compute steps on, so that what it stored comes down to lower tiers."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+
+def _owning(method: Callable[Concatenate["SchedulerHalf", P], R]) -> Callable[Concatenate["SchedulerHalf", P], R]:
+    """A call from vLLM's scheduler, during which the store is that thread's."""
+
+    @wraps(method)
+    def call(half: "SchedulerHalf", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with half.owning:
+            return method(half, *args, **kwargs)
+
+    return call
 
 
 @dataclass(eq=False, slots=True)
@@ -69,20 +84,30 @@ class _Load:
 
 
 @dataclass(eq=False, slots=True)
+class _Run:
+    """Blocks of one request that follow one another, and the pages they are in, which are held."""
+
+    ns: Namespace
+    request_id: str
+    start: int
+    keys: list[BlockKey]
+    parent: BlockKey | None
+    pages: list[Page]
+
+
+@dataclass(eq=False, slots=True)
 class _Store:
     """A store job under way."""
 
     lease: WriteLease
-    keys: list[BlockKey]
-    parent: BlockKey | None
-    pages: list[Page]
+    runs: list[_Run]
     num_ranks_done: int = 0
     failed: bool = False
 
 
 @dataclass(slots=True)
 class SchedulerHalf:
-    """Everything that is known of requests, loads and stores. vLLM's scheduler thread only."""
+    """Everything that is known of requests, loads and stores. VLLM's scheduler thread only, but for the upkeep's."""
 
     store: BlockStore
     planner: Planner
@@ -90,18 +115,25 @@ class SchedulerHalf:
     num_ranks: int
     prefetch_s: float
     namespace_for: Callable[[EngineRequest], Namespace | None]
+    owning: threading.Lock = field(default_factory=threading.Lock)
+    upkeep: Upkeep = field(init=False)
     door: ArenaDoor = field(default_factory=ArenaDoor)
     pool: PagePool | None = None
     served: Served = field(default_factory=Served)
     _requests: dict[str, _Tracked] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
     _stores: dict[int, _Store] = field(default_factory=dict)
+    _complete: list[_Run] = field(default_factory=list)
+    """To be stored with the next step."""
     _num_stores: int = 0
-    _copied_down_s: float = 0.0
     _step: Step = field(default_factory=Step)
+
+    def __post_init__(self) -> None:
+        self.upkeep = Upkeep(self.store, self.owning)
 
     # ---- before a request computes
 
+    @_owning
     def arrive(self, request: EngineRequest, hints: Mapping[str, object]) -> None:
         """A request joins the line: tell the store's policies, and have it bring up what lies below its RAM."""
         ns = self.namespace_for(request)
@@ -114,6 +146,7 @@ class SchedulerHalf:
         tracked.keep = self.store.arrive(announced, tracked.grow())
         self._prefetch(tracked)
 
+    @_owning
     def offer(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond the engine's own; None: not known yet. May be asked any number of times."""
         tracked = self._requests.get(request.request_id)
@@ -137,6 +170,7 @@ class SchedulerHalf:
             self._unpin(tracked)
         return num_tokens
 
+    @_owning
     def take(self, request: EngineRequest, pages: Sequence[int], num_tokens: int) -> None:
         """The request is given pages, and vLLM has decided to load ``num_tokens`` of what was offered."""
         tracked = self._requests.get(request.request_id)
@@ -157,6 +191,7 @@ class SchedulerHalf:
 
     # ---- while it computes
 
+    @_owning
     def build(self, scheduled: Mapping[str, Sequence[int]]) -> Step:
         """What the workers are to do with this step; ``scheduled``: the pages of each request that computes in it."""
         self.store.poll()
@@ -168,9 +203,11 @@ class SchedulerHalf:
             tracked_or_none = self._requests.get(request_id)
             if tracked_or_none is not None:
                 self._offload(tracked_or_none, pages)
+        self._begin_stores()
         step, self._step = self._step, Step()
         return step
 
+    @_owning
     def loaded(self, request_ids: set[str], failed_pages: set[int]) -> set[str]:
         """The workers report loads that are over; returns those of which vLLM must not hear yet.
 
@@ -192,6 +229,7 @@ class SchedulerHalf:
             self._settle(request_id, load, failed_pages)
         return held_back
 
+    @_owning
     def stored(self, report: StoreReport) -> None:
         """Workers report store jobs that are over, each for itself."""
         for number, num_ranks in report.num_ranks_done.items():
@@ -207,12 +245,11 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep on stepping although no request computes."""
-        if self._step.loads or self._step.stores or self._step.lost or self._loads or self._stores:
-            return True
-        return time.monotonic() < self._copied_down_s and not self.store.drain(0.0)
+        return bool(self._step.loads or self._step.lost or self._complete or self._loads or self._stores)
 
     # ---- its end
 
+    @_owning
     def finish(self, request: EngineRequest, pages: Sequence[int], *, is_sound: bool) -> None:
         """The request has ended, in whatever state; ``is_sound`` unless its pages may hold anything."""
         tracked = self._requests.get(request.request_id)
@@ -225,8 +262,20 @@ class SchedulerHalf:
         self.planner.end(request.request_id)
         self.store.finish(tracked.announced, tracked.keys, request.num_output_tokens)
 
+    @_owning
+    def clear(self, namespaces: Iterable[Namespace]) -> None:
+        """Forget what is stored of them in every tier."""
+        for ns in namespaces:
+            self.store.clear(ns)
+
     def close(self) -> None:
-        """Let go. Slots that a worker may still write to are left as they are."""
+        """Let go, of the store too. Slots that a worker may still write to are left as they are."""
+        self.upkeep.close()
+        with self.owning:
+            self._let_go()
+            self.store.close()
+
+    def _let_go(self) -> None:
         for job in self._stores.values():
             if job.lease.state is LeaseState.HELD:
                 self.store.quarantine(job.lease)
@@ -289,7 +338,7 @@ class SchedulerHalf:
             _log.warning("request %s: block %d and those after it did not arrive", request_id, load.start + bad)
 
     def _offload(self, tracked: _Tracked, pages: Sequence[int]) -> None:
-        """Begin to store what has become complete."""
+        """Have what has become complete stored with the next step."""
         request = tracked.request
         if not tracked.is_stored or not pages:
             return
@@ -302,31 +351,53 @@ class SchedulerHalf:
         blocks = self.planner.store(request.request_id, num_blocks * self.tokens_per_block)
         if not blocks:
             return
-        lease = self.store.reserve(tracked.ns, len(blocks))
-        num_given = lease.num_blocks
-        if num_given < len(blocks):
-            self.planner.not_stored(request.request_id, blocks.start + num_given)
-            self.served.num_unstored_blocks += len(blocks) - num_given
-        if num_given == 0:
-            self.store.abort(lease)
-            return
-        taken = slice(blocks.start, blocks.start + num_given)
-        held = [self._pages.blocks[page] for page in pages[taken]]
+        held = [self._pages.blocks[page] for page in pages[blocks.start : blocks.stop]]
         self._pages.touch(held)
-        parent = tracked.keys[taken.start - 1] if taken.start else None
-        number = self._num_stores = self._num_stores + 1
-        self._stores[number] = _Store(lease, tracked.keys[taken], parent, held)
-        self._step.stores.append(StoreJob(number, self._slots(lease, slice(None)), list(pages[taken])))
+        keys = tracked.keys[blocks.start : blocks.stop]
+        parent = tracked.keys[blocks.start - 1] if blocks.start else None
+        self._complete.append(_Run(tracked.ns, request.request_id, blocks.start, keys, parent, held))
+
+    def _begin_stores(self) -> None:
+        """One job for all that has become complete; to ask for room may take a millisecond, so it is done once."""
+        complete, self._complete = self._complete, []
+        while complete:
+            ns = complete[0].ns
+            runs = [run for run in complete if run.ns is ns]
+            complete = [run for run in complete if run.ns is not ns]
+            lease = self.store.reserve(ns, sum(len(run.keys) for run in runs))
+            left = lease.num_blocks
+            for run in runs:
+                self._cut(run, left)
+                left -= len(run.keys)
+            runs = [run for run in runs if run.keys]
+            if not runs:
+                self.store.abort(lease)
+                continue
+            number = self._num_stores = self._num_stores + 1
+            self._stores[number] = _Store(lease, runs)
+            pages = [page.block_id for run in runs for page in run.pages]
+            self._step.stores.append(StoreJob(number, self._slots(lease, slice(None)), pages))
+
+    def _cut(self, run: _Run, num_blocks: int) -> None:
+        """There is room for ``num_blocks`` of it."""
+        if num_blocks >= len(run.keys):
+            return
+        self.planner.not_stored(run.request_id, run.start + num_blocks)
+        self.served.num_unstored_blocks += len(run.keys) - num_blocks
+        self._pages.free_blocks(run.pages[num_blocks:])
+        del run.keys[num_blocks:], run.pages[num_blocks:]
 
     def _end(self, job: _Store) -> None:
-        self._pages.free_blocks(job.pages)
+        for run in job.runs:
+            self._pages.free_blocks(run.pages)
+        num_blocks = sum(len(run.keys) for run in job.runs)
         if job.failed:
-            self.served.num_unstored_blocks += len(job.keys)
+            self.served.num_unstored_blocks += num_blocks
             self.store.abort(job.lease)
-        else:
-            self.served.num_stored_blocks += len(job.keys)
-            self.store.commit(job.lease, job.keys, job.parent)
-            self._copied_down_s = time.monotonic() + COPY_DOWN_S
+            return
+        self.served.num_stored_blocks += num_blocks
+        for run in job.runs:
+            self.store.commit(job.lease, run.keys, run.parent)
 
     @property
     def _pages(self) -> PagePool:

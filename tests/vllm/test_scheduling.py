@@ -151,7 +151,7 @@ def test_what_is_not_to_be_stored_is_not(make: Make) -> None:
 def test_requests_come_go_are_preempted_and_aborted(make: Make, seed: int, is_async: bool) -> None:
     """Few pages, a small store, aborts in every state: no wrong KV is ever attended to, and nothing is left."""
     dice = random.Random(seed)
-    runner = make({"memory": {"capacity": "256KiB"}}, num_pages=30, is_async=is_async)
+    runner = make({"memory": {"capacity": "256KiB"}}, num_pages=18, is_async=is_async)
     living: list[str] = []
     prompts = {}
     for number in range(60):
