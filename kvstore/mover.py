@@ -89,8 +89,8 @@ class LaneShape:
         return replace(self, max_bytes_in_flight=max_bytes, ticket_bytes=min(self.ticket_bytes, max_bytes))
 
 
-MAX_SHARE_OF_RAM = 0.25
-"""What copies to and from one lower tier may hold of RAM; there are two of them, and the rest goes on."""
+MAX_SHARE_OF_RAM = 0.5
+"""What copies to and from one lower tier may hold of RAM; less would cost a small one much of what it copies down."""
 MIN_BYTES_IN_FLIGHT = 4 << 20
 """With less a tier could not be kept busy, and RAM that this is much of is a test's."""
 
