@@ -42,7 +42,12 @@ class Namespace:
     def keys(
         self, tokens: TokenIds, *, parent: BlockKey | None = None, extras: Mapping[int, bytes] | None = None
     ) -> list[BlockKey]:
-        """Keys of the whole blocks in ``tokens``; see ``hashing.block_keys``."""
+        """Keys of the whole blocks in ``tokens``; see ``hashing.block_keys``.
+
+        Raises ``TokenError``, and ``LayoutError`` for a ``parent`` of another namespace.
+        """
+        if parent is not None and not (parent.startswith(self.digest) and len(parent) > len(self.digest)):
+            raise LayoutError(f"the parent is no key of the namespace of model {self.identity.model!r}")
         scheme = self.identity.hash_scheme
         if scheme not in DIGESTS:
             raise LayoutError(f"keys of scheme {scheme!r} are the engine's own: wrap its block hashes with key()")

@@ -228,6 +228,7 @@ class Store:
         slot and the new one is given back. Raises ``LeaseError`` past the lease's end or for more keys than slots.
         """
         self._require_open()
+        self._require_ours(lease.ns)
         self._require_keys(lease.ns, keys)
         return self._leases.commit(lease, keys, parent)
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import ConfigError, IdentityError, TokenError
+from kvstore.errors import ConfigError, IdentityError, LayoutError, TokenError
 from kvstore.hashing import DIGESTS, Identity, block_keys, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
+from kvstore.types import BlockKey
 
 LAYOUT = Layout("bfloat16", 30, 3, (64, 64), 16)
 IDENTITY = Identity("HuggingFaceTB/SmolLM2-135M-Instruct", b"\x01" * 16, revision="main", salt="tenant-a")
@@ -137,6 +138,14 @@ def test_an_age_that_is_no_number_of_seconds_is_refused(age: Any) -> None:
 def test_what_is_no_row_of_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(TokenError):
         Namespace(IDENTITY, LAYOUT).keys(tokens)
+
+
+@pytest.mark.parametrize("parent", [b"", b"x", b"x" * 48])
+def test_a_parent_of_another_namespace_is_refused(parent: bytes) -> None:
+    ns = Namespace(IDENTITY, LAYOUT)
+    for wrong in (parent, ns.digest):
+        with pytest.raises(LayoutError, match="parent"):
+            ns.keys(range(16), parent=BlockKey(wrong))
 
 
 def test_a_chain_goes_on_where_its_parent_ended() -> None:

@@ -101,6 +101,15 @@ def test_keys_of_another_namespace_are_refused() -> None:
         w.store.abort(lease)
 
 
+def test_a_lease_of_another_store_is_refused() -> None:
+    with world(4) as w, world(4) as other:
+        foreign = other.store.open_namespace(Identity("another", b"weights"), Layout("int8", 1, 1, (1024,), 4))
+        lease = other.store.reserve(foreign, 1)
+        with pytest.raises(LayoutError, match="not opened here"):
+            w.store.commit(lease, foreign.keys(range(4)), None)
+        other.store.abort(lease)
+
+
 def test_pinned_blocks_stay_while_others_come() -> None:
     with world(3) as w:
         chain = w.chain(2)
