@@ -204,7 +204,7 @@ def _redis_url(value: object) -> str:
 _ADMISSION = _one_of(*get_args(Admission))
 
 SETTINGS = (
-    Setting("policy", _one_of(*POLICIES), "lru", '"lru"', "what to keep: the eviction policy of every tier"),
+    Setting("policy", _one_of(*POLICIES), "hix", '"lru"', "what to keep: the eviction policy of every tier"),
     Setting("max_age", _duration_s, "0", '"24h"', "blocks are gone so long after they were computed; 0: never"),
     Setting("prefetch_deadline", _duration_ms, "1s", '"500ms"', "how long a request may wait for lower tiers"),
     # 4 GiB hold 32,000 tokens of an 8B model and fit beside any engine; a share of RAM would differ by host
@@ -260,7 +260,7 @@ class Config:
     memory: MemoryConfig
     file: FileConfig | None = None
     redis: RedisConfig | None = None
-    policy: str = "lru"
+    policy: str = "hix"
     max_age_s: int = 0
     """For namespaces that set none of their own; 0: no limit."""
     prefetch_deadline_ms: int = 1000

@@ -32,6 +32,7 @@ class World:
         file_tier: DictSlotTier | None = None,
         admission: str = "always",
         max_age: str = "0",
+        policy: str = "hix",
         num_extents: int = 1,
     ) -> None:
         self.clock = FakeClock()
@@ -40,7 +41,7 @@ class World:
         if file:
             self.file = DictSlotTier(file, LAYOUT.block_bytes, num_extents=num_extents, clock=self.clock)
         self.shared = shared
-        tables: dict[str, object] = {"max_age": max_age}
+        tables: dict[str, object] = {"max_age": max_age, "policy": policy}
         if self.file:
             tables["file"] = {"directories": ["/nowhere"], "capacity": "1GiB", "admission": admission}
         if shared:

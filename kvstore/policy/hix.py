@@ -7,9 +7,10 @@ segment's age ranks it. A request whose blocks would rank lowest at once is not 
 Rule 1: the owner's calls only read tables; learning is a pure job that ``refit`` hands out, applied when it is done.
 Rule 2: everything that grows with the requests is bounded: history, observations, and what is expected.
 Rule 3: seconds are the policy's own: a clock that is set back stands still, one that leaps moves a day at most.
+Rule 4: what a request uses outranks everything else until the request ends, or has run for ``MAX_RUNNING_S``.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from math import log2
 from typing import Generic, TypeVar
@@ -45,7 +46,11 @@ FIRST_REFIT_REQUESTS = 16
 REFIT_REQUESTS = 256
 """A refit after so many requests, and earlier while little is known."""
 MAX_EXPECTED = 4096
+MAX_RUNNING_S = 600.0
+"""A request that has not ended by then was forgotten by whoever should have told."""
 MAX_LEAP_S = 86_400.0
+MAX_BLOCKED = 16
+"""More are looked at again when all are put in order the next time."""
 MAX_BLOCKS_WITH_LAST = 64
 """Of longer chains not every block is a marker, and one block makes no difference."""
 
@@ -73,6 +78,8 @@ class HIX(Generic[K]):
         self._running: OrderedDict[str, list[Segment[K]]] = OrderedDict()
         self._ranking: list[Segment[K]] = []
         """Segments from the worst on, last first, as of the last request."""
+        self._blocked: deque[Segment[K]] = deque(maxlen=MAX_BLOCKED)
+        """Those of the ranking that were passed over last, because their tails may not leave, from the worst on."""
 
     def resize(self, capacity_blocks: int) -> None:
         """How many blocks there is room for; more may come where it has grown, until a victim is asked for."""
@@ -106,15 +113,12 @@ class HIX(Generic[K]):
         self._history.remember(visit, [chain[depth] for depth in depths])
         if num_resident < len(chain):
             _put(self._expected, chain[num_resident], parts[0].part_at(num_resident))
-        _put(self._running, request.request_id, parts)
+        self._begin(request.request_id, parts)
         return worth
 
     def finish(self, request: Request, output_tokens: int) -> None:
         """The length of the answer says something about the next turn."""
-        parts = self._running.pop(request.request_id, None)
-        if parts is None:
-            return
-        for part in parts:
+        for part in self._end(request.request_id):
             self._table.set_output(part.observation, 1 + _size(output_tokens))
             self._segments.describe(part, part.traits._replace(output_size=1 + _size(output_tokens)), part.used_s)
 
@@ -145,7 +149,12 @@ class HIX(Generic[K]):
                 keys = self._ranking[-1].keys
                 if keys and may_leave(keys[-1]):
                     return keys[-1]
-                self._ranking.pop()
+                segment = self._ranking.pop()
+                if keys:
+                    self._blocked.append(segment)
+                else:  # the one above it in its chain may have had to wait for this
+                    self._ranking.extend(reversed(self._blocked))
+                    self._blocked.clear()
         return None
 
     # ---- learning
@@ -188,6 +197,26 @@ class HIX(Generic[K]):
         else:
             self._now_s += min(max(0.0, wall_s - self._wall_s), MAX_LEAP_S)
         self._wall_s = wall_s
+        while self._running:
+            request_id, parts = next(iter(self._running.items()))
+            if self._now_s - parts[0].used_s <= MAX_RUNNING_S:
+                break
+            self._end(request_id)
+
+    def _begin(self, request_id: str, parts: list[Segment[K]]) -> None:
+        self._end(request_id)
+        self._running[request_id] = parts
+        for part in parts[0].parts:
+            self._segments.set_running(part, True)
+        if len(self._running) > MAX_EXPECTED:
+            self._end(next(iter(self._running)))
+
+    def _end(self, request_id: str) -> list[Segment[K]]:
+        """The parts of the request, which count by their worth from now on; none if it does not run."""
+        parts = self._running.pop(request_id, [])
+        for part in parts[0].parts if parts else ():
+            self._segments.set_running(part, False)
+        return parts
 
     def _place(
         self, chain: Sequence[K], depths: Sequence[int], before: Visit[K] | None, num_known: int
@@ -297,6 +326,7 @@ class HIX(Generic[K]):
         self._segments.refresh(self._curves)
         segments, indices, lengths = self._segments.ranked(self._now_s)
         self._ranking = segments[::-1]
+        self._blocked.clear()
         return indices, lengths
 
     def _curves(self, traits: Codes) -> Floats:

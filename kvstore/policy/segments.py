@@ -2,6 +2,7 @@
 
 Rule 1: a segment is a stretch of one chain without a gap. Rule 2: a request takes what it uses out of the segments that
 had it, from their front. Rule 3: a segment loses blocks to eviction from its tail.
+Rule 4: parts of requests that run rank above all others, and among themselves by what grew last.
 
 Invariant: each resident key is in exactly one segment; a segment has a row in the tables while it has a key.
 """
@@ -28,7 +29,7 @@ Indices = npt.NDArray[np.intp]
 class Segment(Generic[K]):
     """Blocks from depth ``start`` of a chain on, meant to reach ``end`` at most; ``parts`` are those of its request."""
 
-    __slots__ = ("end", "keys", "observation", "parts", "row", "start", "traits", "used_s")
+    __slots__ = ("end", "is_running", "keys", "observation", "parts", "row", "start", "traits", "used_s")
 
     def __init__(self, start: int, end: int, traits: Traits, used_s: float) -> None:
         self.start = start
@@ -39,6 +40,7 @@ class Segment(Generic[K]):
         self.row = -1
         self.parts: list[Segment[K]] = [self]
         self.observation = -1
+        self.is_running = False
 
     def part_at(self, depth: int) -> "Segment[K]":
         """The part of the same request that has the block at ``depth``."""
@@ -53,6 +55,7 @@ _ROW = np.dtype(
         ("length", np.int64),
         ("version", np.int64),
         ("is_stale", np.bool_),
+        ("is_running", np.bool_),
         ("grown", np.int64),  # rises with every block that a segment is given: of equals, what grew last stays
     ]
 )
@@ -137,6 +140,12 @@ class Segments(Generic[K]):
         if segment.row >= 0:
             self._fill(segment)
 
+    def set_running(self, segment: Segment[K], is_running: bool) -> None:
+        """Whether the request that ``segment`` is a part of has yet to end."""
+        segment.is_running = is_running
+        if segment.row >= 0:
+            self._table["is_running"][segment.row] = is_running
+
     def rebase(self, now_s: float) -> None:
         """All were used at ``now_s``."""
         self._table["used_s"] = now_s
@@ -193,6 +202,7 @@ class Segments(Generic[K]):
         self._table["traits"][row] = segment.traits
         self._table["used_s"][row] = segment.used_s
         self._table["is_stale"][row] = True
+        self._table["is_running"][row] = segment.is_running
         self._table["version"][row] += 1
 
     # ---- the order of leaving
@@ -205,6 +215,7 @@ class Segments(Generic[K]):
             self._next_ranked = (self._next_ranked + MAX_RANKED) % len(rows)
         ages = age_bins(np.maximum(0.0, now_s - self._table["used_s"][rows]))
         indices = self._table["curve"][rows, ages].astype(np.float64)
+        indices[self._table["is_running"][rows]] = np.inf
         order = np.lexsort((self._table["grown"][rows], indices))
         rows = rows[order]
         segments = [segment for row in rows.tolist() if (segment := self._at[row]) is not None]

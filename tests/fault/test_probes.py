@@ -46,7 +46,7 @@ def test_lookups_do_not_keep_anything() -> None:
 
 def test_memory_is_bounded_by_what_is_held_and_not_by_what_has_passed() -> None:
     """A million distinct keys through a tiny cache leave no trace; some hundreds of chains here."""
-    with world(8, file=16) as w:
+    with world(8, file=16, policy="lru") as w:  # what HIX remembers has bounds of its own, and tests
 
         def pass_through(numbers: range) -> int:
             for number in numbers:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.policy.history import History, Visit, marker_depths
-from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S
+from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S, MAX_RUNNING_S
 from kvstore.policy.lru import LRU
 from kvstore.replay.simulator import Cache, replay
 from kvstore.replay.trace import Trace, TraceRequest
@@ -24,6 +24,21 @@ def serve(cache: Cache, number: int, now_s: float, chain: Sequence[int], output_
     num_hit = cache.hit_blocks(chain)
     cache.serve(request(number, now_s), chain, output_tokens)
     return num_hit
+
+
+def begin(policy: HIX[int], number: int, now_s: float, chain: Sequence[int]) -> None:
+    """A request arrives, and all of its blocks are stored."""
+    policy.arrive(request(number, now_s), chain)
+    for parent, key in zip([None, *chain], chain, strict=False):
+        policy.insert(key, parent)
+
+
+def leave(policy: HIX[int]) -> int:
+    """Whoever is the first to go, goes."""
+    key = policy.victim(lambda _: True)
+    assert key is not None
+    policy.remove(key)
+    return key
 
 
 def learn(policy: HIX[int]) -> None:
@@ -107,6 +122,36 @@ def test_a_block_that_is_in_use_is_passed_over() -> None:
     assert policy.victim(lambda key: key == 6) == 6
     assert policy.victim(lambda _: False) is None
     assert policy.victim(lambda key: key in (2, 6)) == 2
+
+
+@pytest.mark.parametrize("others", [1, 40])
+def test_what_a_running_request_uses_outranks_everything_until_it_ends(others: int) -> None:
+    """Whatever has been learned of requests like it: an engine without pins does not lose what it goes on from."""
+    policy: HIX[int] = HIX()
+    policy.resize(20)
+    begin(policy, 0, 0.0, list(range(8)))
+    for number in range(1, 1 + others):  # of which each ends
+        chain = [100 * number + depth for depth in range(2)]
+        begin(policy, number, float(number), chain)
+        policy.finish(request(number, float(number)), 10)
+    leaving = [leave(policy) for _ in range(2)]
+    assert all(key >= 100 for key in leaving)
+    policy.finish(request(0, 50.0), 10)
+    begin(policy, 1000, MAX_RUNNING_S, [7000])
+    assert leave(policy) != 7000
+
+
+def test_a_request_that_never_ends_does_not_stay_for_ever() -> None:
+    policy: HIX[int] = HIX()
+    policy.resize(20)
+    begin(policy, 0, 0.0, [1, 2])
+    begin(policy, 1, MAX_RUNNING_S + 1, [11, 12])
+    policy.finish(request(1, MAX_RUNNING_S + 1), 10)
+    left = leave(policy)
+    assert left in (1, 2)
+    for number in range(2 * MAX_EXPECTED):  # on a clock that stands
+        policy.arrive(request(10 + number, MAX_RUNNING_S + 1), [1000 + number])
+    policy.check({1, 2, 11, 12} - {left})
 
 
 def test_a_session_that_ends_is_told_by_a_hint() -> None:
