@@ -1,6 +1,6 @@
 """What policies learn, in a thread of its own, so that the owner never waits for it. Owner thread only, but ``_run``.
 
-At most one job is at work; what it found is applied by ``poll``. After a job that failed there is no other.
+At most one job is at work; what it found is applied by ``poll``. One that failed found nothing: the others go on.
 """
 
 import logging
@@ -26,8 +26,9 @@ class Refits:
     def poll(self, pools: Iterable[BlockPool]) -> None:
         """Apply what was learned, then let the next pool learn that wants to."""
         while self._found:
-            self._found.popleft()()
+            apply = self._found.popleft()
             self._is_busy = False
+            apply()
         if self._is_busy:
             return
         for pool in pools:
@@ -43,6 +44,12 @@ class Refits:
 
     def _run(self, job: Refit) -> None:
         try:
-            self._found.append(job())
+            found = job()
         except Exception:  # the edge of the thread: learning is no reason to fail
-            log.exception("a policy could not learn, which is a bug; none learns any more")
+            log.exception("the policy of one pool could not learn, which is a bug; it goes on with what it knows")
+            found = _nothing
+        self._found.append(found)
+
+
+def _nothing() -> None:
+    """What a job found that failed."""
