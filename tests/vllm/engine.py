@@ -17,7 +17,7 @@ from tests.vllm.prompts import PAGE_TOKENS
 
 ROOT = Path(__file__).parents[2]
 
-START_S = 180.0
+START_S = 300.0
 TRANSFER = {
     "kv_connector": "KVStoreConnector",
     "kv_connector_module_path": "connectors.vllm",
@@ -144,6 +144,7 @@ def engine(
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "2",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if "tensor_parallel_size" in more else "auto",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
     }
     with log.open("a") as out:
