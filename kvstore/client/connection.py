@@ -73,6 +73,8 @@ class Connection:
             except (OSError, WireError, grpc.RpcError) as error:
                 if pause_s == FIRST_PAUSE_S:  # once for each time that it is lost
                     _log.warning("no sidecar at %s: %s; every call is a miss meanwhile", self._path, reason(error))
+            except Exception:  # noqa: BLE001 - the edge of this thread: a bug costs misses, and not every call from now on
+                _log.exception("a bug ended the connection to the sidecar at %s; it is opened anew", self._path)
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 

@@ -19,6 +19,7 @@ import grpc
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.api.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.client.tether import Tether
+from kvstore.errors import WireError
 from kvstore.namespace import Namespace
 
 OnReply = Callable[[api.SessionReply | None], None]
@@ -82,9 +83,12 @@ class Session:
     # ---- the reader thread
 
     def register(self) -> api.Registered:
-        """Wait until the session is registered. Raises ``grpc.RpcError`` where it is refused or cut off."""
+        """Wait until the session is registered. Raises ``grpc.RpcError`` or ``WireError`` where that does not come."""
         began_s = time.monotonic()
-        registered: api.Registered = next(self._replies).registered
+        reply = next(self._replies, None)
+        if reply is None:
+            raise WireError("the sidecar ended the session before it began")
+        registered: api.Registered = reply.registered
         self._lease_s = registered.lease_ms / 1000
         self.held_until_s = began_s + self._lease_s
         return registered

@@ -1,5 +1,6 @@
 """The sidecar as a process: who may use it, what it says of itself, how it ends, and clients that find it gone."""
 
+import itertools
 import random
 import signal
 import socket
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client.admin import Admin
+from kvstore.client.session import Session
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import LayoutError, SidecarError
 from kvstore.layout import Layout
@@ -132,6 +136,25 @@ def test_sigterm_ends_it_and_what_was_accepted_is_on_file(tmp_path: Path) -> Non
         with closing(served.client()) as client:
             ns = client.open_namespace(IDENTITY, LAYOUT)
             assert get(client, chain_of(ns, 20)) == 20
+
+
+@pytest.mark.parametrize("fault", ["a stream that ends before its first word", "a bug"])
+def test_whatever_ends_a_connection_another_one_is_opened(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that leaves ends streams like that."""
+    register, attempts = Session.register, itertools.count()
+
+    def failing(session: Session) -> api.Registered:
+        if next(attempts) < 2:
+            if fault == "a bug":
+                raise RuntimeError(fault)
+            monkeypatch.setattr(session, "_replies", MagicMock(__next__=Mock(side_effect=StopIteration)))
+        return register(session)
+
+    monkeypatch.setattr(Session, "register", failing)
+    with Sidecar() as served, closing(served.client()) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        put(client, ns, chain_of(ns, 4))
+        assert get(client, chain_of(ns, 4)) == 4
 
 
 def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:
