@@ -136,7 +136,7 @@ class PolicyContract:
         tracemalloc.start()
         try:
             before_bytes = pass_by(0, 500)
-            assert pass_by(500, 4000) - before_bytes < STATE_BYTES
+            assert pass_by(500, 2000) - before_bytes < STATE_BYTES
         finally:
             tracemalloc.stop()
 

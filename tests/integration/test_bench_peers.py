@@ -12,8 +12,7 @@ ROW = {"work", "op", "block_bytes", "side", "way", "value", "unit", "ours_over",
 
 
 @pytest.mark.parametrize(
-    ("work", "ops"),
-    [("memory", {"store", "load"}), ("file", {"write", "read"}), ("tables", {"hash", "look up", "hash and look up"})],
+    ("work", "ops"), [("file", {"write", "read"}), ("tables", {"hash", "look up", "hash and look up"})]
 )
 def test_a_quick_run_writes_every_row_of_ours(tmp_path: Path, work: str, ops: set[str]) -> None:
     output = tmp_path / "peers.json"
