@@ -39,9 +39,16 @@ def build_folder() -> Path:
 
 def save(path: Path, content: Mapping[str, object]) -> None:
     """Write the results, and say where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    keep(path, content)
     print(f"wrote {path}")
+
+
+def keep(path: Path, content: Mapping[str, object]) -> None:
+    """Write what there is so far, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(content, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def _git(*arguments: str) -> str:
