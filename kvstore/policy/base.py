@@ -43,7 +43,7 @@ class Policy(Protocol[K]):
         """``key`` is no longer resident."""
 
     def refit(self) -> Refit | None:
-        """A pure job for another thread, where there is something to learn: one at a time, asked for at every poll."""
+        """A pure job for another thread, where there is something to learn: asked for whenever none is at work."""
 
     def victim(self, may_leave: Callable[[K], bool]) -> K | None:
         """The resident key to leave first among those that ``may_leave``, all of them leaves; None if there is none.

@@ -72,7 +72,6 @@ class HIX(Generic[K]):
         self._wall_s: float | None = None
         self._num_requests = 0
         self._next_refit = FIRST_REFIT_REQUESTS
-        self._is_fitting = False
         self._expected: OrderedDict[K, Segment[K]] = OrderedDict()
         """The first block that a request lacked, and the part of it that the block belongs to."""
         self._running: OrderedDict[str, list[Segment[K]]] = OrderedDict()
@@ -161,10 +160,11 @@ class HIX(Generic[K]):
 
     def refit(self) -> Refit | None:
         """A pure job that learns from the requests so far, once there are enough; what it returns applies it."""
-        if self._is_fitting or self._num_requests < self._next_refit:
+        if self._num_requests < self._next_refit:
             return None
-        self._next_refit += min(max(FIRST_REFIT_REQUESTS, self._num_requests // 4), REFIT_REQUESTS)
-        self._is_fitting = True
+        self._next_refit = self._num_requests + min(
+            max(FIRST_REFIT_REQUESTS, self._num_requests // 4), REFIT_REQUESTS
+        )
         observations, (versions, traits) = self._table.observations(self._now_s), self._segments.rows()
 
         def job() -> Callable[[], None]:
@@ -175,7 +175,7 @@ class HIX(Generic[K]):
             )[rows.reshape(-1)]
 
             def apply() -> None:
-                self._model, self._is_fitting = model, False
+                self._model = model
                 self._segments.set_curves(versions, curves)
                 self._ranking.clear()
 

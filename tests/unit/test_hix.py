@@ -271,6 +271,16 @@ def test_no_order_of_calls_loses_a_key(actions: list[tuple[str, int, int, float]
         policy.check(set(resident))
 
 
+def test_a_job_that_came_to_nothing_is_followed_by_another() -> None:
+    """Learning fails once, or its thread is gone: that is no reason to know nothing for ever."""
+    policy: HIX[int] = HIX()
+    jobs = 0
+    for number in range(100):
+        policy.arrive(request(number, 5.0 * number), [number, 1000 + number])
+        jobs += policy.refit() is not None
+    assert jobs > 3
+
+
 def test_what_was_learned_while_blocks_moved_is_applied_to_those_that_did_not() -> None:
     policy: HIX[int] = HIX()
     resident: set[int] = set()
@@ -284,7 +294,7 @@ def test_what_was_learned_while_blocks_moved_is_applied_to_those_that_did_not() 
                 resident.add(key)
         job = policy.refit()
     assert job is not None
-    assert policy.refit() is None, "one job at a time"
+    assert policy.refit() is None, "nothing new to learn yet"
     policy.arrive(request(20, 101.0), [0, 1, 2, 900])
     apply = job()
     policy.remove(107)
