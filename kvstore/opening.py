@@ -18,7 +18,7 @@ def open_store(config: Config) -> Store:
     """
     with ExitStack() as undo:
         memory, file, shared = _open_tiers(config, 0, undo)
-        store = Store(memory=memory, file=file, shared=shared, config=config, recording=_recording(config))
+        store = Store(memory=memory, file=file, shared=shared, config=config, notes=file, recording=_recording(config))
         undo.pop_all()
     return store
 
@@ -31,7 +31,7 @@ def open_shared_store(config: Config, num_domains: int) -> tuple[Store, FileTier
     """
     with ExitStack() as undo:
         memory, file, shared = _open_tiers(config, num_domains, undo)
-        store = Store(memory=memory, shared=shared, config=config, recording=_recording(config))
+        store = Store(memory=memory, shared=shared, config=config, notes=file, recording=_recording(config))
         undo.pop_all()
     return store, file
 

@@ -24,7 +24,8 @@ from enum import IntEnum
 import numpy as np
 
 from kvstore.errors import LeaseError
-from kvstore.policy.base import Policy, Refit
+from kvstore.policy.base import Learner, Policy, Refit
+from kvstore.policy.learned import Learned
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 
 NO_SLOT = -1
@@ -297,6 +298,10 @@ class BlockPool:
     def refit(self) -> Refit | None:
         """What the policy would learn in another thread, if there is something to learn."""
         return self._policy.refit()
+
+    def learned(self) -> Learned[BlockKey] | None:
+        """A copy of what the policy has learned; None for one that learns nothing."""
+        return self._policy.learned() if isinstance(self._policy, Learner) else None
 
     # ---- leaving
 

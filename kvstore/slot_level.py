@@ -18,7 +18,8 @@ from kvstore.pool import BlockPool, SlotState
 from kvstore.tiers.base import Preparing, SlotTier, StoredBlock
 from kvstore.types import BlockKey
 
-PolicyFactory = Callable[[], Policy[BlockKey]]
+PolicyFactory = Callable[[bytes], Policy[BlockKey]]
+"""The policy of a layout's pool, by its fingerprint."""
 OnEvict = Callable[[BlockKey, int], None]
 
 _ANYBODY = Identity("", b"")
@@ -94,7 +95,7 @@ class SlotLevel:
                     f" extents of {self._extents.extent_bytes}: raise the tier's capacity or lower tokens_per_block"
                 )
             base_bytes = self._preparing_tier.base_bytes(fingerprint) if self._preparing_tier else 0
-            pool = BlockPool(self._policy(), on_evict=self._on_evict)
+            pool = BlockPool(self._policy(fingerprint), on_evict=self._on_evict)
             share = self._shares[fingerprint] = _Share(
                 fingerprint, block_bytes, pool, slot_bytes, slots_per_extent, base_bytes
             )

@@ -5,7 +5,7 @@ and their results are applied by ``poll``. Deadlines are absolute, on the store'
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from kvstore.breaker import BreakerState
 from kvstore.clearing import Clearing
@@ -26,14 +26,16 @@ from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
 from kvstore.mover import LANE_SHAPES, Executor, Lane, Mover, ThreadExecutor
 from kvstore.namespace import Namespace
+from kvstore.notebook import Notebook
 from kvstore.policy import POLICIES
+from kvstore.pool import BlockPool
 from kvstore.promotion import Prefetch, Promotions
 from kvstore.recording import Recording
 from kvstore.refits import Refits
 from kvstore.shared_level import SharedLevel, SharedTier
-from kvstore.slot_level import PolicyFactory, Quota, SlotLevel
+from kvstore.slot_level import Quota, SlotLevel
 from kvstore.stats import Stats
-from kvstore.tiers.base import SlotTier, Tier
+from kvstore.tiers.base import NoteKeeper, SlotTier, Tier
 from kvstore.tiers.memory import MemoryTier, Region
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 from kvstore.upkeep import Upkeep
@@ -54,12 +56,13 @@ class Store:
         file: SlotTier | None = None,
         shared: SharedTier | None = None,
         config: Config,
+        notes: NoteKeeper | None = None,
         recording: Recording | None = None,
         executor: Callable[[str, int], Executor] = ThreadExecutor,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """A store over open tiers; ``kvstore.opening`` makes one from a configuration."""
+        """A store over open tiers, see ``kvstore.opening``; ``notes`` keeps what policies learn over a restart."""
         if memory is None and file is None and shared is None:
             raise ConfigError("no tier is configured: set memory.capacity, file.directories or redis.url")
         self.stats = Stats()
@@ -71,14 +74,14 @@ class Store:
         self._copies = Copies(self._mover, self.stats, wall)
         self._upkeep = Upkeep(self._copies, self._mover)
         self._clearing = Clearing(self._copies, self._mover)
-        self._refits = Refits(executor("policy", 1))
+        self._refits = Refits(learning := executor("policy", 1))
+        self._notebook = Notebook(POLICIES[config.policy], notes, learning)
         self._namespaces: dict[bytes, Namespace] = {}
         self._closed = False
         self._next_sweep_s = 0.0
         self._journal: Journal | None = None
         self._arena_tier = memory
         self._executor = executor
-        self._policy: PolicyFactory = POLICIES[config.policy]
         self._memory: MemoryLevel | None = None
         self._file: SlotLevel | None = None
         self._shared: SharedLevel | None = None
@@ -86,7 +89,8 @@ class Store:
         self._admissions: list[tuple[Level, str]] = []
         if memory is not None:
             copies_victims = any(tier and tier.admission == "on_evict" for tier in (config.file, config.redis))
-            self._memory = MemoryLevel(memory, self._policy, on_evict=self._on_memory_evict if copies_victims else None)
+            on_evict = self._on_memory_evict if copies_victims else None
+            self._memory = MemoryLevel(memory, self._notebook.policy, on_evict=on_evict)
             self._add_lane(memory)
         if shared is not None:
             ttl_s = config.redis.ttl_s if config.redis else 0
@@ -108,7 +112,7 @@ class Store:
 
     def scanned(self, file: SlotTier) -> SlotLevel:
         """The level of a file tier, with what a scan of it finds: takes its time and may be called in any thread."""
-        level = SlotLevel(file, self._policy)
+        level = SlotLevel(file, self._notebook.policy)
         level.adopt(file.scan())
         return level
 
@@ -339,6 +343,7 @@ class Store:
         self._drain(timeout_s, patience_s=CLOSE_PATIENCE_S)
         self._clearing.warn()
         self._closed = True
+        self._notebook.close(self._pools())
         self._mover.close()
         self._refits.close()
         for lane in self._mover.lanes:
@@ -438,7 +443,7 @@ class Store:
         num_applied = self._mover.poll()
         for level in self.slot_levels:
             level.poll()
-        self._refits.poll(pool for level in self.slot_levels for _, pool in level.pools())
+        self._refits.poll(pool for _, pool in self._pools())
         self._copies.retry_erasures()
         if self._memory is not None:
             self._promotions.poll()
@@ -448,7 +453,11 @@ class Store:
             self._upkeep.sweep(self._namespaces.values(), self.slot_levels)
             self._upkeep.retry_full(self.slot_levels)
             self._clearing.retry()
+            self._notebook.poll(self._pools(), now_s)
         return num_applied
+
+    def _pools(self) -> Iterator[tuple[bytes, BlockPool]]:
+        return (found for level in self.slot_levels for found in level.pools())
 
     def _require_open(self) -> None:
         if self._closed:

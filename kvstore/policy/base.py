@@ -5,8 +5,9 @@ very same object serves a pool of the store and the replay simulator.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
+from kvstore.policy.learned import Learned
 from kvstore.types import Request
 
 K = TypeVar("K", bound=Hashable)
@@ -50,3 +51,14 @@ class Policy(Protocol[K]):
 
         The caller then calls ``remove`` for it, or does nothing.
         """
+
+
+@runtime_checkable
+class Learner(Protocol[K]):
+    """The further capability of a policy whose habits can be kept over a restart."""
+
+    def learned(self) -> Learned[K]:
+        """A copy of what it has learned so far."""
+
+    def resume(self, learned: Learned[K]) -> None:
+        """Know from now on what another one had learned."""

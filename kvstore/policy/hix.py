@@ -13,13 +13,14 @@ Rule 4: what a request uses outranks everything else until the request ends, or 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from math import log2
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.policy.base import Refit
 from kvstore.policy.history import History, Visit, marker_depths
+from kvstore.policy.learned import Learned
 from kvstore.policy.life_table import (
     NUM_GAPS,
     SIZES,
@@ -65,9 +66,14 @@ class HIX(Generic[K]):
         self._table = LifeTable()
         self._model = first_model()
         self._segments: Segments[K] = Segments(self._curves(codes_of([UNKNOWN]))[0])
-        self._apps: Numbering[K] = Numbering(SIZES.app - 1)
+        self._apps: Numbering[K] = Numbering(SIZES.app - 1, first=1)
         self._roots: Numbering[K] = Numbering(SIZES.root)
         self._namespaces: Numbering[bytes] = Numbering(SIZES.namespace)
+        self._numberings: dict[str, Numbering[Any]] = {
+            "app": self._apps,
+            "root": self._roots,
+            "namespace": self._namespaces,
+        }
         self._now_s = 0.0
         self._wall_s: float | None = None
         self._num_requests = 0
@@ -162,9 +168,7 @@ class HIX(Generic[K]):
         """A pure job that learns from the requests so far, once there are enough; what it returns applies it."""
         if self._num_requests < self._next_refit:
             return None
-        self._next_refit = self._num_requests + min(
-            max(FIRST_REFIT_REQUESTS, self._num_requests // 4), REFIT_REQUESTS
-        )
+        self._next_refit = self._num_requests + min(max(FIRST_REFIT_REQUESTS, self._num_requests // 4), REFIT_REQUESTS)
         observations, (versions, traits) = self._table.observations(self._now_s), self._segments.rows()
 
         def job() -> Callable[[], None]:
@@ -182,6 +186,22 @@ class HIX(Generic[K]):
             return apply
 
         return job
+
+    def learned(self) -> Learned[K]:
+        """What it has learned so far, to be kept over a restart."""
+        codes = {trait: numbering.entries() for trait, numbering in self._numberings.items()}
+        return Learned(self._table.observations(self._now_s), self._model, codes, self._table.num_opened)
+
+    def resume(self, learned: Learned[K]) -> None:
+        """Go on with what was learned before a restart; keys that have come since keep their codes."""
+        codes = {}
+        for trait, numbering in self._numberings.items():
+            codes[trait] = np.arange(getattr(SIZES, trait))
+            for key, code in learned.codes[trait]:
+                codes[trait][code] = numbering.number(key)
+        known = learned.recoded(codes)
+        self._table.load(known.observations)
+        self._model = known.model
 
     def check(self, resident: Set[K]) -> None:
         """Prove that exactly ``resident`` is held, and that nothing outgrows its bound; raises AssertionError."""
@@ -231,7 +251,7 @@ class HIX(Generic[K]):
             match = Match.REPETITION if num_known == len(chain) else Match.CONTINUATION
             return visit, match, self._now_s - before.now_s
         visit.num_shared = num_known
-        visit.app = 1 + self._apps.number(chain[num_known - 1])
+        visit.app = self._apps.number(chain[num_known - 1])
         return visit, Match.REPETITION if num_known == len(chain) else Match.BRANCH, None
 
     def _parts(self, chain: Sequence[K], visit: Visit[K], traits: Traits) -> list[Segment[K]]:

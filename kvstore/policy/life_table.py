@@ -101,10 +101,11 @@ class Model:
         hazards: Floats = self.base[traits[:, 0]] * factors[:, _ZONES]
         return hazards
 
-    def multiplier(self, trait: str, code: int) -> Floats:
-        """Of one code of a trait that is no shape, for young and for old ages."""
-        row: Floats = self.multipliers[_FIRST_CODES[Traits._fields.index(trait) - 1] + code]
-        return row
+    @staticmethod
+    def rows_of(trait: str) -> slice:
+        """Where ``multipliers`` has those of a trait, which is no shape."""
+        column = Traits._fields.index(trait) - 1
+        return slice(int(_FIRST_CODES[column]), int(_FIRST_CODES[column]) + SIZES[column + 1])
 
 
 def first_model() -> Model:
@@ -155,10 +156,14 @@ class LifeTable:
         return Observations(self._traits[rows], self._began_s[rows], ended_s, state)
 
     def load(self, found: Observations) -> None:
-        """Take what another table observed; nothing of it goes on."""
-        for row in range(max(0, len(found.state) - self._capacity), len(found.state)):
-            number = self.open(Traits(*found.traits[row].tolist()), found.began_s[row])
-            self._end(number, found.ended_s[row], _USED if found.state[row] == _USED else _CENSORED)
+        """Take what another table observed, as the newest; nothing of it goes on."""
+        count = min(len(found.state), self._capacity)
+        rows = np.arange(self.num_opened, self.num_opened + count) % self._capacity
+        newest = slice(len(found.state) - count, None)
+        self._traits[rows] = found.traits[newest]
+        self._began_s[rows], self._ended_s[rows] = found.began_s[newest], found.ended_s[newest]
+        self._state[rows] = np.where(found.state[newest] == _USED, _USED, _CENSORED)
+        self.num_opened += count
 
     def _end(self, number: int, now_s: float, state: int) -> None:
         if self._is_here(number) and self._state[number % self._capacity] == _OPEN:

@@ -96,6 +96,16 @@ class Preparing(Protocol):
         """The offsets of extents that have become ready since the last call."""
 
 
+class NoteKeeper(Protocol):
+    """The further capability of a tier that outlives the process. Thread-safe; nothing here raises."""
+
+    def read_note(self) -> bytes:
+        """What ``save_note`` saved last; empty if there is nothing, or too much."""
+
+    def save_note(self, data: bytes) -> None:
+        """Keep ``data`` over a restart, whole or not at all."""
+
+
 @runtime_checkable
 class Spread(Protocol):
     """The further capability of a tier of several servers."""

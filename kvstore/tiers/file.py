@@ -121,6 +121,19 @@ class FileTier:
         # a clock that was set back does not make new blocks look old
         self._sequence = itertools.count(max(self._blocks.last_sequence + 1, next(self._sequence)))
 
+    # ---- the protocol of who keeps a note
+
+    def read_note(self) -> bytes:
+        """The note in the first directory."""
+        with self._directories[0].held() as directory:
+            return b"" if directory is None else directory.read_note()
+
+    def save_note(self, data: bytes) -> None:
+        """Replace it."""
+        with self._directories[0].held() as directory:
+            if directory is not None:
+                directory.save_note(data)
+
     # ---- for statistics
 
     @property

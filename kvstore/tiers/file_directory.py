@@ -24,7 +24,7 @@ from kvstore.tiers import superblock
 from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place
 from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full
 from kvstore.tiers.slot_table import ExtentLayout, SlotTable, num_extents_in
-from kvstore.tiers.superblock import SUPERBLOCK_BYTES, Superblock
+from kvstore.tiers.superblock import Superblock
 from kvstore.types import Outcome
 
 
@@ -38,12 +38,14 @@ class Access(Enum):
 
 LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER = "lock", "superblock", "blocks", "slots", "ledger"
 
+MAX_NOTE_BYTES = 16 << 20
+
 PREALLOCATE_BYTES = 64 << 20
 """Disk space is taken in steps of this: writing to space that the file owns is a third faster than extending it."""
 
 _LOCK_FLAGS = {Access.OWN: os.O_RDWR | os.O_CREAT, Access.ERASE: os.O_RDWR, Access.LOOK: os.O_RDONLY}
-_NEW_SUPERBLOCK, _PROBE = "superblock.new", "probe"
-_OURS = {LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER, _NEW_SUPERBLOCK, _PROBE}
+_NEW_SUPERBLOCK, _NOTE, _NEW_NOTE, _PROBE = "superblock.new", "note", "note.new", "probe"
+_OURS = {LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER, _NEW_SUPERBLOCK, _NOTE, _NEW_NOTE, _PROBE}
 _OF_FILE_SYSTEMS = {"lost+found"}
 _REFUSED_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -117,7 +119,7 @@ class Directory:
     def open(self, own: Superblock, geometry: Geometry) -> None:
         """Open the files as ``own`` says, made afresh if there is no such store here, cut to the budget if larger."""
         if self.found is None:
-            for name in (BLOCKS, SLOTS, LEDGER):
+            for name in (BLOCKS, SLOTS, LEDGER, _NOTE):
                 (self.path / name).unlink(missing_ok=True)
         if self.found != own:
             self._write_superblock(own)
@@ -272,6 +274,24 @@ class Directory:
         except OSError as error:
             self.report("saving the write ledger", error)
 
+    def read_note(self) -> bytes:
+        """What ``save_note`` saved last; empty where there is none that can be read."""
+        path = self.path / _NOTE
+        try:
+            return path.read_bytes() if path.stat().st_size <= MAX_NOTE_BYTES else b""
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            self.report("reading the note", error)
+            return b""
+
+    def save_note(self, data: bytes) -> None:
+        """Keep ``data`` over a restart, whole or not at all."""
+        try:
+            self._replace(_NOTE, _NEW_NOTE, data)
+        except OSError as error:
+            self.report("saving the note", error)
+
     # ---- the inside
 
     def _move(self, call: Callable[[int, Buffers, int], int], buffers: Buffers, offset: int) -> int:
@@ -384,16 +404,19 @@ class Directory:
         return found
 
     def _write_superblock(self, own: Superblock) -> None:
-        """Whole or not at all."""
-        fresh = self.path / _NEW_SUPERBLOCK
+        self._replace(SUPERBLOCK, _NEW_SUPERBLOCK, own.pack())
+
+    def _replace(self, name: str, new_name: str, data: bytes) -> None:
+        """Whole or not at all. Raises ``OSError``."""
+        fresh = self.path / new_name
         fd = self._files.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            if self._files.pwritev(fd, [own.pack()], 0) != SUPERBLOCK_BYTES:
+            if self._files.pwritev(fd, [data], 0) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(fresh))
             self._files.sync(fd)
         finally:
             self._files.close(fd)
-        fresh.rename(self.path / SUPERBLOCK)
+        fresh.rename(self.path / name)
 
 
 def has_store(paths: Sequence[Path]) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstore.policy.life_table import OLD_AGE_S, UNKNOWN, Kind, LifeTable, Traits, codes_of, first_model, fit
+from kvstore.policy.life_table import OLD_AGE_S, UNKNOWN, Kind, LifeTable, Model, Traits, codes_of, first_model, fit
 from kvstore.policy.retention import AGE_EDGES_S, age_bins, retention_index
 
 QUICK = UNKNOWN._replace(app=1)
@@ -62,7 +62,7 @@ def test_a_trait_that_was_never_seen_changes_nothing() -> None:
     table = LifeTable()
     lived(table, QUICK, [5.0] * 300)
     model = fit(table.observations(100.0))
-    assert model.multiplier("root", 77).tolist() == [1.0, 1.0]
+    assert model.multipliers[Model.rows_of("root")][77].tolist() == [1.0, 1.0]
 
 
 def test_a_kind_has_a_shape_of_its_own() -> None:
