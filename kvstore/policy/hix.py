@@ -36,7 +36,7 @@ from kvstore.policy.life_table import (
 )
 from kvstore.policy.numbering import Numbering
 from kvstore.policy.retention import Floats, retention_index
-from kvstore.policy.segments import ENDLESS, Segment, Segments
+from kvstore.policy.segments import ENDLESS, MAX_RANKED, Segment, Segments
 from kvstore.types import Request
 
 K = TypeVar("K", bound=Hashable)
@@ -50,6 +50,8 @@ MAX_EXPECTED = 4096
 MAX_RUNNING_S = 600.0
 """A request that has not ended by then was forgotten by whoever should have told."""
 MAX_LEAP_S = 86_400.0
+NUM_LOWEST = 128
+"""So many segments are put in order at once; more when that is not enough."""
 MAX_BLOCKED = 16
 """More are looked at again when all are put in order the next time."""
 MAX_BLOCKS_WITH_LAST = 64
@@ -147,9 +149,9 @@ class HIX(Generic[K]):
     def victim(self, may_leave: Callable[[K], bool]) -> K | None:
         """The tail of the lowest segment whose tail may leave."""
         self._is_full = True
-        for is_fresh in (False, True):
-            if is_fresh:
-                self._rank()
+        for num_lowest in (0, NUM_LOWEST, MAX_RANKED):
+            if num_lowest:
+                self._rank(num_lowest)
             while self._ranking:
                 keys = self._ranking[-1].keys
                 if keys and may_leave(keys[-1]):
@@ -324,7 +326,9 @@ class HIX(Generic[K]):
         if not self._is_full or num_blocks - num_resident <= free:
             self._ranking.clear()
             return num_blocks
-        indices, lengths = self._rank()
+        indices, lengths = self._rank(NUM_LOWEST)
+        if num_blocks - num_resident > lengths.sum():
+            indices, lengths = self._rank(MAX_RANKED)
         # As coarse as the table, so that of equals the new one stays.
         mine = retention_index(self._model.hazards(codes_of([part.traits for part in parts])), 1)[:, 0].astype(
             np.float32
@@ -341,10 +345,10 @@ class HIX(Generic[K]):
                 break
         return keep
 
-    def _rank(self) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Put all in order; returns indices and lengths from the lowest index on."""
+    def _rank(self, num_lowest: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Put the lowest in order; returns indices and lengths from the lowest index on."""
         self._segments.refresh(self._curves)
-        segments, indices, lengths = self._segments.ranked(self._now_s)
+        segments, indices, lengths = self._segments.ranked(self._now_s, num_lowest)
         self._ranking = segments[::-1]
         self._blocked.clear()
         return indices, lengths

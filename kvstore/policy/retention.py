@@ -15,6 +15,8 @@ AGE_EDGES_S: Floats = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(43) / 2)])
 NUM_AGES = len(AGE_EDGES_S)
 AGE_WIDTHS_S: Floats = np.append(np.diff(AGE_EDGES_S), AGE_EDGES_S[-1])
 
+_MAX_RISK = 700.0
+"""So much of it nobody lives through; more could not be told from it."""
 _FROM, _TO = np.ogrid[:NUM_AGES, :NUM_AGES]
 _IS_AHEAD = _TO >= _FROM
 
@@ -30,12 +32,13 @@ def retention_index(hazards: Floats, num_ages: int = NUM_AGES) -> Floats:
     ``hazards`` are uses per second in every bin, ``[n, NUM_AGES]``.
     """
     risk = hazards * AGE_WIDTHS_S
-    before = np.cumsum(risk, axis=1) - risk
-    # Of those that are there at the start of bin i, so many reach bin j, and are held in it so long.
-    is_ahead = _IS_AHEAD[:num_ages]
-    reach = np.exp(np.minimum(before[:, :num_ages, None] - before[:, None, :], 0.0)) * is_ahead
-    held_s = np.cumsum(reach * (-np.expm1(-risk) / hazards)[:, None, :], axis=2)
-    left = reach * np.exp(-risk)[:, None, :]
-    index = np.divide(1.0 - left, held_s, out=np.zeros_like(held_s), where=is_ahead)
-    best: Floats = index.max(axis=2)
+    # How many are left at each edge, and for how long those are held beyond it; sums from the far end lose nothing.
+    left = np.exp(-np.minimum(np.cumsum(risk, axis=1), _MAX_RISK))
+    left = np.concatenate([np.ones((len(hazards), 1)), left], axis=1)
+    held_s = np.cumsum((left[:, :-1] * -np.expm1(-risk) / hazards)[:, ::-1], axis=1)[:, ::-1]
+    held_s = np.concatenate([held_s, np.zeros((len(hazards), 1))], axis=1)
+    used = left[:, :num_ages, None] - left[:, None, 1:]
+    held_until_s = held_s[:, :num_ages, None] - held_s[:, None, 1:]
+    index = np.divide(used, held_until_s, out=np.zeros_like(used), where=_IS_AHEAD[:num_ages] & (held_until_s > 0))
+    best: Floats = np.maximum(index.max(axis=2), hazards[:, :num_ages])  # up to the next edge it is the hazard
     return best

@@ -207,8 +207,10 @@ class Segments(Generic[K]):
 
     # ---- the order of leaving
 
-    def ranked(self, now_s: float) -> tuple[list[Segment[K]], Floats, npt.NDArray[np.int64]]:
-        """Segments from the lowest index on, their indices and lengths; of very many, another part at each call."""
+    def ranked(
+        self, now_s: float, num_lowest: int = MAX_RANKED
+    ) -> tuple[list[Segment[K]], Floats, npt.NDArray[np.int64]]:
+        """The lowest segments, lowest first, their indices and lengths; of very many, another part at each call."""
         rows = np.flatnonzero(self._table["length"])
         if len(rows) > MAX_RANKED:
             rows = np.take(rows, np.arange(self._next_ranked, self._next_ranked + MAX_RANKED), mode="wrap")
@@ -216,6 +218,10 @@ class Segments(Generic[K]):
         ages = age_bins(np.maximum(0.0, now_s - self._table["used_s"][rows]))
         indices = self._table["curve"][rows, ages].astype(np.float64)
         indices[self._table["is_running"][rows]] = np.inf
+        if num_lowest < len(rows):
+            # Those that are as low as the highest of the lowest, too, so that who comes first is as among all.
+            lowest = np.flatnonzero(indices <= np.partition(indices, num_lowest - 1)[num_lowest - 1])
+            rows, indices = rows[lowest], indices[lowest]
         order = np.lexsort((self._table["grown"][rows], indices))
         rows = rows[order]
         segments = [segment for row in rows.tolist() if (segment := self._at[row]) is not None]

@@ -3,13 +3,17 @@
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.policy.history import History, Visit, marker_depths
-from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S, MAX_RUNNING_S
+from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S, MAX_RUNNING_S, NUM_LOWEST
+from kvstore.policy.life_table import UNKNOWN
 from kvstore.policy.lru import LRU
+from kvstore.policy.retention import NUM_AGES
+from kvstore.policy.segments import Segment, Segments
 from kvstore.replay.simulator import Cache, replay
 from kvstore.replay.trace import Trace, TraceRequest
 from kvstore.types import Request
@@ -302,3 +306,25 @@ def test_what_was_learned_while_blocks_moved_is_applied_to_those_that_did_not() 
     apply()
     policy.check(resident - {107} | {900})
     assert policy.victim(lambda key: key == 207) == 207
+
+
+def test_who_may_leave_is_found_however_many_before_may_not() -> None:
+    policy: HIX[int] = HIX()
+    cache = Cache(policy, 1000)
+    for number in range(3 * NUM_LOWEST):
+        serve(cache, number, 1.0 * number, [10 * number, 10 * number + 1])
+    newest = 10 * (3 * NUM_LOWEST - 1) + 1
+    assert policy.victim(newest.__eq__) == newest
+
+
+def test_the_lowest_are_the_same_whether_all_are_put_in_order_or_not() -> None:
+    segments: Segments[int] = Segments(np.linspace(1.0, 0.0, NUM_AGES))
+    for number in range(50):
+        segment: Segment[int] = Segment(0, 2, UNKNOWN, 199.0 * (number * 7 % 6))
+        segments.give(segment, [2 * number, 2 * number + 1])
+    everyone, _, _ = segments.ranked(1000.0)
+    lowest, indices, lengths = segments.ranked(1000.0, 10)
+    assert 10 <= len(lowest) < 50
+    assert lowest == everyone[: len(lowest)]
+    assert indices.tolist() == sorted(indices)
+    assert set(lengths.tolist()) == {2}
