@@ -23,13 +23,14 @@ class Visit(Generic[K]):
     The last block does not count for that, unless it is the only one: it may be partial.
     """
 
-    __slots__ = ("app", "now_s", "num_blocks", "num_shared", "own", "own_depth", "turn")
+    __slots__ = ("app", "now_s", "num_blocks", "num_shared", "num_shared_uses", "own", "own_depth", "turn")
 
     def __init__(self, now_s: float, num_blocks: int, own_depth: int) -> None:
         self.now_s = now_s
         self.num_blocks = num_blocks
         self.own_depth = own_depth
         self.num_shared = 0
+        self.num_shared_uses = 1
         self.turn = 1
         self.app = 0
         self.own: tuple[K, Traits] | None = None
@@ -57,6 +58,10 @@ class History(Generic[K]):
             if visit is not None:
                 return visit, depth + 1
         return None, 0
+
+    def last(self, marker: K) -> Visit[K] | None:
+        """Who had ``marker`` last."""
+        return self._last.get(marker)
 
     def watch(self, marker: K, observation: int) -> None:
         """The next request that has ``marker`` ends ``observation``."""

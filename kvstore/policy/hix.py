@@ -6,7 +6,8 @@ segment's age ranks it. A request whose blocks would rank lowest at once is not 
 
 Rule 1: the owner's calls only read tables; learning is a pure job that ``refit`` hands out, applied when it is done.
 Rule 2: everything that grows with the requests is bounded: history, observations, and what is expected.
-Rule 3: seconds are the policy's own: a clock that is set back stands still, one that leaps moves a day at most.
+Rule 3: seconds are the policy's own: a clock that is set back stands, one that leaps moves a day at most, and where it
+stands, time goes by requests.
 Rule 4: what a request uses outranks everything else until the request ends, or has run for ``MAX_RUNNING_S``.
 """
 
@@ -23,6 +24,7 @@ from kvstore.policy.history import History, Visit, marker_depths
 from kvstore.policy.learned import Learned
 from kvstore.policy.life_table import (
     NUM_GAPS,
+    NUM_TURNS,
     SIZES,
     UNKNOWN,
     Codes,
@@ -44,12 +46,16 @@ H = TypeVar("H", bound=Hashable)
 V = TypeVar("V")
 
 FIRST_REFIT_REQUESTS = 16
-REFIT_REQUESTS = 256
+REFIT_REQUESTS = 128
 """A refit after so many requests, and earlier while little is known."""
 MAX_EXPECTED = 4096
 MAX_RUNNING_S = 600.0
 """A request that has not ended by then was forgotten by whoever should have told."""
 MAX_LEAP_S = 86_400.0
+MIN_STEP_S = 1 / 64
+"""Every request is later than the one before it, so that there is an order where the clock is coarse or stands."""
+MAX_LEAD_S = 10.0
+"""How far that may run ahead of a clock that moves."""
 NUM_LOWEST = 128
 """So many segments are put in order at once; more when that is not enough."""
 MAX_BLOCKED = 16
@@ -77,6 +83,8 @@ class HIX(Generic[K]):
             "namespace": self._namespaces,
         }
         self._now_s = 0.0
+        self._told_s = 0.0
+        """What ``_now_s`` would be had the clock never stood."""
         self._wall_s: float | None = None
         self._num_requests = 0
         self._next_refit = FIRST_REFIT_REQUESTS
@@ -111,7 +119,7 @@ class HIX(Generic[K]):
         num_resident, left = self._segments.take(chain)
         parts = self._parts(chain, visit, self._traits(request, chain, visit, match, gap_s, num_known))
         if before is not None and match is Match.BRANCH and num_known > before.num_shared:
-            self._supersede(before, left)
+            self._supersede(before, num_known, left)
         worth = self._worth(parts, num_resident, len(chain))
         for part in parts:
             held = chain[part.start : min(part.end, num_resident)]
@@ -217,7 +225,9 @@ class HIX(Generic[K]):
         if self._wall_s is None:
             self._segments.rebase(self._now_s)
         else:
-            self._now_s += min(max(0.0, wall_s - self._wall_s), MAX_LEAP_S)
+            passed_s = min(max(0.0, wall_s - self._wall_s), MAX_LEAP_S)
+            self._told_s = max(self._told_s, self._now_s - MAX_LEAD_S) + passed_s
+            self._now_s = max(self._now_s + MIN_STEP_S, self._told_s)
         self._wall_s = wall_s
         while self._running:
             request_id, parts = next(iter(self._running.items()))
@@ -268,7 +278,7 @@ class HIX(Generic[K]):
         there = [bound for bound in bounds if bound[1] < bound[2]]
         parts = []
         for kind, start, stop, marker in there:
-            known = _of_kind(traits, kind)
+            known = self._shared(chain, visit, traits) if kind is Kind.SHARED else _of_kind(traits, kind)
             part: Segment[K] = Segment(start, stop, known, self._now_s)
             part.observation = self._table.open(known, self._now_s)
             self._history.watch(marker, part.observation)
@@ -292,8 +302,8 @@ class HIX(Generic[K]):
         """Of the own part."""
         num_new = len(chain) - num_known
         return Traits(
-            shape=0 if gap_s is None else min(NUM_GAPS - 1, 1 + int(log2(max(gap_s, 0.5) * 2))),
-            turn=visit.turn - 1 if visit.turn < 5 else min(SIZES.turn - 1, 3 + int(log2(visit.turn / 2))),
+            shape=_gap(gap_s),
+            turn=_turn(visit.turn),
             input_size=_size(request.input_tokens),
             suffix_size=_size(request.input_tokens * num_new // len(chain)),
             output_size=0,
@@ -305,8 +315,18 @@ class HIX(Generic[K]):
             kind=Kind.OWN,
         )
 
-    def _supersede(self, before: Visit[K], left: Sequence[Segment[K]]) -> None:
-        """A session took another branch: what it had before lives another life from now on."""
+    def _shared(self, chain: Sequence[K], visit: Visit[K], traits: Traits) -> Traits:
+        """Of the part that other sessions have too: by how long ago and how often it was used, by whomever."""
+        last = self._history.last(chain[visit.num_shared - 1])
+        gap_s = None
+        if last is not None:
+            gap_s = self._now_s - last.now_s
+            visit.num_shared_uses = 1 + (last.num_shared_uses if last.num_shared >= visit.num_shared else 1)
+        turn = NUM_TURNS + _turn(visit.num_shared_uses)
+        return traits._replace(shape=NUM_GAPS + _gap(gap_s), turn=turn, kind=Kind.SHARED)
+
+    def _supersede(self, before: Visit[K], num_known: int, left: Sequence[Segment[K]]) -> None:
+        """A session took another branch: what is left of what it had before lives another life from now on."""
         if before.own is None:
             return
         marker, known = before.own
@@ -314,7 +334,10 @@ class HIX(Generic[K]):
         if number is None:
             return
         traits = _of_kind(known, Kind.SUPERSEDED)
-        self._table.censor(number, self._now_s)
+        if 2 * num_known > before.num_shared + before.own_depth + 1:  # most of it has been used
+            self._table.use(number, self._now_s)
+        else:
+            self._table.censor(number, self._now_s)
         self._history.watch(marker, self._table.open(traits, self._now_s))
         for segment in left:
             if segment.observation == number:
@@ -358,7 +381,17 @@ class HIX(Generic[K]):
 
 
 def _of_kind(traits: Traits, kind: Kind) -> Traits:
-    return traits if kind is Kind.OWN else traits._replace(shape=NUM_GAPS + kind - 1, kind=kind)
+    return traits if kind is Kind.OWN else traits._replace(shape=2 * NUM_GAPS + kind - Kind.LAST, kind=kind)
+
+
+def _gap(gap_s: float | None) -> int:
+    """The octave of the time since the last use; 0: there was none."""
+    return 0 if gap_s is None else min(NUM_GAPS - 1, 1 + int(log2(max(gap_s, 0.5) * 2)))
+
+
+def _turn(number: int) -> int:
+    """The number of a use, and its octave from the fifth on."""
+    return number - 1 if number < 5 else min(NUM_TURNS - 1, 3 + int(log2(number / 2)))
 
 
 def _hint(hints: Mapping[str, object]) -> int:

@@ -36,8 +36,8 @@ class Kind(IntEnum):
     """Which part of a request's chain a segment is."""
 
     OWN = 0  # what no other session has
-    LAST = 1  # the last block alone: it may be partial, and then the next turn has another in its place
-    SHARED = 2  # the prefix that several sessions have
+    SHARED = 1  # the prefix that several sessions have
+    LAST = 2  # the last block alone: it may be partial, and then the next turn has another in its place
     SUPERSEDED = 3  # what a session had before it took another branch
 
 
@@ -66,9 +66,10 @@ class Traits(NamedTuple):
     kind: int
 
 
-SHAPES = NUM_GAPS + len(Kind) - 1
-"""The gaps of OWN segments, and one shape for each other kind."""
-SIZES = Traits(SHAPES, 8, 16, 16, 17, 64, 128, 16, len(Match), 3, len(Kind))
+SHAPES = 2 * NUM_GAPS + len(Kind) - 2
+"""The gaps of OWN segments, those of SHARED ones, and one shape for each other kind."""
+NUM_TURNS = 8
+SIZES = Traits(SHAPES, 2 * NUM_TURNS, 16, 16, 17, 64, 128, 16, len(Match), 3, len(Kind))
 UNKNOWN = Traits(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 OUTPUT_COLUMN = Traits._fields.index("output_size")
 
@@ -215,11 +216,14 @@ def _total(by_zone: Sequence[Floats], factors: Floats, rows: slice) -> Floats:
 
 
 def _base(events: Floats, at_risk_s: Floats) -> Floats:
-    """Hazards of each shape; those of a gap are drawn to those of all gaps together."""
-    pooled = _smoothed(events[:NUM_GAPS].sum(axis=0), at_risk_s[:NUM_GAPS].sum(axis=0))
-    of_gaps = (events[:NUM_GAPS] + SHAPE_EVENTS) / (at_risk_s[:NUM_GAPS] + SHAPE_EVENTS / pooled)
-    others = [_smoothed(*of_kind) for of_kind in zip(events[NUM_GAPS:], at_risk_s[NUM_GAPS:], strict=True)]
-    return np.concatenate([of_gaps, others])
+    """Hazards of each shape; those of a gap are drawn to those of all gaps of its kind together."""
+    found = []
+    for gaps in (slice(0, NUM_GAPS), slice(NUM_GAPS, 2 * NUM_GAPS)):
+        pooled = _smoothed(events[gaps].sum(axis=0), at_risk_s[gaps].sum(axis=0))
+        found.append((events[gaps] + SHAPE_EVENTS) / (at_risk_s[gaps] + SHAPE_EVENTS / pooled))
+    others = slice(2 * NUM_GAPS, None)
+    found += [_smoothed(*of_kind)[None] for of_kind in zip(events[others], at_risk_s[others], strict=True)]
+    return np.concatenate(found)
 
 
 def _smoothed(events: Floats, at_risk_s: Floats) -> Floats:

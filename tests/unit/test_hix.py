@@ -2,15 +2,18 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.made_traces import made_traces
 from kvstore.policy.history import History, Visit, marker_depths
-from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAP_S, MAX_RUNNING_S, NUM_LOWEST
-from kvstore.policy.life_table import UNKNOWN
+from kvstore.policy.hix import HIX, MAX_EXPECTED, MAX_LEAD_S, MAX_LEAP_S, MAX_RUNNING_S, NUM_LOWEST
+from kvstore.policy.life_table import UNKNOWN, Kind, Traits
 from kvstore.policy.lru import LRU
 from kvstore.policy.retention import NUM_AGES
 from kvstore.policy.segments import Segment, Segments
@@ -176,6 +179,11 @@ def test_a_session_that_ends_is_told_by_a_hint() -> None:
     assert policy.victim(lambda key: key in fresh) == 97
 
 
+@cache
+def hit_rate_without_jumps() -> float:
+    return hit_rates(sessions_and_scans(8), 400)[0]
+
+
 @pytest.mark.parametrize("leap_s", [-1e6, 1e6, 1e12])
 def test_a_clock_that_jumps_costs_little(leap_s: float) -> None:
     requests = sessions_and_scans(8)
@@ -184,10 +192,59 @@ def test_a_clock_that_jumps_costs_little(leap_s: float) -> None:
         TraceRequest(r.now_s + leap_s * (index > middle), r.input_tokens, r.output_tokens, r.chain)
         for index, r in enumerate(requests)
     ]
-    straight, _ = hit_rates(requests, 400)
     hix, _ = hit_rates(jumped, 400)
-    assert hix > 0.6 * straight
+    assert hix > 0.6 * hit_rate_without_jumps()
     assert MAX_LEAP_S < 1e6
+
+
+def test_where_the_clock_stands_time_goes_by_requests() -> None:
+    """A trace without times, or a clock that is too coarse: what is long ago is told from what is not."""
+    requests = [replace(one, now_s=0.0) for one in sessions_and_scans(8)]
+    hix, lru = hit_rates(requests, 400)
+    assert lru == 0
+    assert hix > 0.1
+    untimed = next(trace for trace in made_traces(800) if trace.name == "untimed")
+    capacity_blocks = untimed.num_unique_blocks // 20
+    ahead = (
+        replay(untimed, HIX(), capacity_blocks).token_hit_rate - replay(untimed, LRU(), capacity_blocks).token_hit_rate
+    )
+    assert ahead > 0.05
+
+
+def test_a_burst_in_one_moment_does_not_make_what_follows_older() -> None:
+    policy: HIX[int] = HIX()
+    for number in range(5000):
+        policy.arrive(request(number, 7.0), [number])
+    policy.arrive(request(5000, 7.0), [10_000, 10_001])
+    policy.arrive(request(5001, 7.0 + 60.0), [10_000, 10_001])
+    learned = policy.learned().observations
+    (age_s,) = (learned.ended_s - learned.began_s)[learned.state == 1][-1:]
+    assert 60.0 - MAX_LEAD_S <= age_s <= 60.1
+
+
+def test_of_what_many_share_it_is_known_how_often_and_how_long_ago_it_was_used() -> None:
+    """Whoever used it: in retrieval no session goes on."""
+    policy: HIX[int] = HIX()
+    for number, now_s in enumerate([0.0, 10.0, 1010.0, 1020.0]):
+        policy.arrive(request(number, now_s), [1, 2, 3, *range(100 * number + 10, 100 * number + 14)])
+    traits = policy.learned().observations.traits
+    shared = traits[traits[:, Traits._fields.index("kind")] == Kind.SHARED]
+    uses = shared[:, Traits._fields.index("turn")].tolist()
+    gaps = shared[:, Traits._fields.index("shape")].tolist()
+    assert uses == sorted(set(uses))
+    assert len(uses) == 3
+    assert gaps[0] == gaps[2] < gaps[1]
+
+
+@pytest.mark.parametrize(("num_shared", "num_used"), [(10, 1), (3, 0)])
+def test_what_another_question_used_most_of_was_used(num_shared: int, num_used: int) -> None:
+    """Though a branch leaves the end of it behind."""
+    policy: HIX[int] = HIX()
+    policy.arrive(request(0, 0.0), range(12))
+    policy.arrive(request(1, 30.0), [*range(num_shared), 50, 51, 52])
+    learned = policy.learned().observations
+    own = learned.traits[:, Traits._fields.index("kind")] == Kind.OWN
+    assert (learned.state[own] == 1).sum() == num_used
 
 
 def test_repeating_a_loop_longer_than_the_cache_keeps_a_part_of_it() -> None:

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from kvstore.policy.life_table import OLD_AGE_S, UNKNOWN, Kind, LifeTable, Model, Traits, codes_of, first_model, fit
+from kvstore.policy.life_table import (
+    NUM_GAPS,
+    OLD_AGE_S,
+    UNKNOWN,
+    Kind,
+    LifeTable,
+    Model,
+    Traits,
+    codes_of,
+    first_model,
+    fit,
+)
 from kvstore.policy.retention import AGE_EDGES_S, age_bins, retention_index
 
 QUICK = UNKNOWN._replace(app=1)
@@ -67,7 +78,7 @@ def test_a_trait_that_was_never_seen_changes_nothing() -> None:
 
 def test_a_kind_has_a_shape_of_its_own() -> None:
     table = LifeTable()
-    last = UNKNOWN._replace(kind=Kind.LAST, shape=14)
+    last = UNKNOWN._replace(kind=Kind.LAST, shape=2 * NUM_GAPS)
     lived(table, UNKNOWN, [5.0] * 200)
     lived(table, last, [None] * 200)
     hazards = fit(table.observations(1000.0)).hazards(codes_of([UNKNOWN, last]))
