@@ -155,6 +155,7 @@ class Store:
     def arrive(self, request: Request, chain: Sequence[BlockKey]) -> int:
         """A request refers to ``chain``, root first: every level touches it. Returns how many blocks are worth keeping.
 
+        That is as many as some level wants; a shared tier, which evicts by itself and serves other hosts, wants all.
         To be called once per request, before its blocks are reserved.
         """
         self._require_open()
@@ -165,13 +166,11 @@ class Store:
             return 0
         if self._recording is not None:
             self._recording.arrive(request, chain, ns.layout.tokens_per_block)
-        keep = len(chain)
-        for level in self.slot_levels:
-            worth = level.pool(ns.fingerprint).arrive(request, chain)
-            keep = worth if level is self._memory else keep
-        if self._shared is not None:
-            self._upkeep.renew(self._shared, chain, self._clock() + self._config.prefetch_deadline_ms / 1000)
-        return keep
+        worth = [level.pool(ns.fingerprint).arrive(request, chain) for level in self.slot_levels]
+        if self._shared is None:
+            return max(worth)  # what only a file keeps passes through RAM
+        self._upkeep.renew(self._shared, chain, self._clock() + self._config.prefetch_deadline_ms / 1000)
+        return len(chain)
 
     def finish(self, request: Request, chain: Sequence[BlockKey], output_tokens: int) -> None:
         """The request ended."""

@@ -8,6 +8,7 @@ from kvstore.hashing import Identity
 from kvstore.layout import Layout
 from kvstore.mover import Mover
 from kvstore.testing.dict_tiers import DictSharedTier
+from kvstore.types import Request
 from tests.worlds import IDENTITY, PAGE_BYTES, World, content, world
 
 
@@ -19,6 +20,21 @@ def test_what_was_committed_is_found_and_served() -> None:
         assert w.store.lookup(chain).ready == 3
         assert w.get(chain) == 3
         w.assert_idle()
+
+
+def test_a_block_is_worth_keeping_where_any_tier_keeps_it() -> None:
+    """RAM that would not keep a block must not keep it from a file that would."""
+
+    def worth(file: int, shared: DictSharedTier | None) -> int:
+        with world(4, file=file, shared=shared) as w:
+            for first_token in (0, 100):  # RAM is full now
+                w.put(w.chain(4, first_token=first_token))
+                w.settle()
+            return w.store.arrive(Request("r", 5.0, w.ns.digest, 32), w.chain(8, first_token=200))
+
+    assert worth(0, None) <= 4
+    assert worth(64, None) == 8
+    assert worth(0, DictSharedTier()) == 8
 
 
 def test_a_longer_chain_is_served_up_to_what_is_there() -> None:
