@@ -123,7 +123,7 @@ def made_traces(num_requests: int = 4000) -> Iterator[Trace]:
         stream = make(np.random.default_rng(number), Blocks())
         numbers = BlockNumbers()
         requests = [replace(one, chain=numbers.chain(one.chain)) for one in itertools.islice(stream, num_requests)]
-        yield Trace.of(name, TOKENS_PER_BLOCK, requests)
+        yield Trace.of(f"made: {name}", TOKENS_PER_BLOCK, requests)
 
 
 def _tenants(rng: np.random.Generator, blocks: Blocks) -> Stream:

@@ -1,13 +1,15 @@
-"""Token hit rates of every policy at every size on every trace: build/bench-replay.json.
+"""Token hit rates of every policy at every size on every trace, published or made up: build/bench-replay.json.
 
 What is done is kept after each policy, so that a run that is cut short has not been for nothing.
 """
 
 import gzip
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.made_traces import made_traces
 from bench.report import ROOT, build_folder, keep, provenance, save
 from kvstore.replay.capacity import parse_capacity
 from kvstore.replay.formats import read_trace
@@ -22,7 +24,8 @@ def main() -> None:
     path = build_folder() / "bench-replay.json"
     content = provenance() | {"repeats": 1, "sizes": SIZES}
     rows: list[dict[str, object]] = []
-    for trace in map(_load, sorted((ROOT / "bench" / "traces").glob("*.gz"))):
+    published = map(_load, sorted((ROOT / "bench" / "traces").glob("*.gz")))
+    for trace in itertools.chain(published, made_traces()):
         for of_policy in _rows(trace):
             rows += [row.as_json() for row in of_policy]
             keep(path, content | {"rows": rows})

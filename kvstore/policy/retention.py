@@ -17,8 +17,7 @@ AGE_WIDTHS_S: Floats = np.append(np.diff(AGE_EDGES_S), AGE_EDGES_S[-1])
 
 _MAX_RISK = 700.0
 """So much of it nobody lives through; more could not be told from it."""
-_FROM, _TO = np.ogrid[:NUM_AGES, :NUM_AGES]
-_IS_AHEAD = _TO >= _FROM
+_LEAST_S = 1e-300
 
 
 def age_bins(ages_s: Floats) -> npt.NDArray[np.intp]:
@@ -39,6 +38,8 @@ def retention_index(hazards: Floats, num_ages: int = NUM_AGES) -> Floats:
     held_s = np.concatenate([held_s, np.zeros((len(hazards), 1))], axis=1)
     used = left[:, :num_ages, None] - left[:, None, 1:]
     held_until_s = held_s[:, :num_ages, None] - held_s[:, None, 1:]
-    index = np.divide(used, held_until_s, out=np.zeros_like(used), where=_IS_AHEAD[:num_ages] & (held_until_s > 0))
-    best: Floats = np.maximum(index.max(axis=2), hazards[:, :num_ages])  # up to the next edge it is the hazard
+    # An edge that is not ahead has neither use nor time beyond it, and becomes no index above 0.
+    np.maximum(held_until_s, _LEAST_S, out=held_until_s)
+    np.divide(used, held_until_s, out=used)
+    best: Floats = np.maximum(used.max(axis=2), hazards[:, :num_ages])  # up to the next edge it is the hazard
     return best

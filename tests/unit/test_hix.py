@@ -203,7 +203,7 @@ def test_where_the_clock_stands_time_goes_by_requests() -> None:
     hix, lru = hit_rates(requests, 400)
     assert lru == 0
     assert hix > 0.1
-    untimed = next(trace for trace in made_traces(800) if trace.name == "untimed")
+    untimed = next(trace for trace in made_traces(800) if trace.name == "made: untimed")
     capacity_blocks = untimed.num_unique_blocks // 20
     ahead = (
         replay(untimed, HIX(), capacity_blocks).token_hit_rate - replay(untimed, LRU(), capacity_blocks).token_hit_rate
