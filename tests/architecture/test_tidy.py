@@ -42,7 +42,7 @@ BANNED_WORDS = {
 }
 BANNED_PHRASES = {"cache_key": "block key", "load_back": "promote", "put_start": "reserve", "ref_cnt": "pin"}
 
-ENGINE_NAMES = {"update_state_after_alloc"}
+ENGINE_NAMES = {"update_state_after_alloc", "medium"}
 """What an engine calls by a name of its own."""
 
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
