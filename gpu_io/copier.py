@@ -56,5 +56,12 @@ class Copier(Protocol):
     def onboard(self, slots: Sequence[memoryview], pages: Sequence[int]) -> Ticket | None:
         """Start to copy slots into pages, the first layers first."""
 
+    def reach(self, memory: memoryview | None) -> None:
+        """All slots lie in ``memory``, whose pages stay what they are: make copies fast. None: that is not known.
+
+        To be said again and again, since it costs nothing when nothing has changed. It never waits, and is about speed
+        alone: any slots can be copied from and to at any time. The bytes stay mapped as long as the copier uses them.
+        """
+
     def close(self) -> None:
         """Wait for what is in flight, at most ``COPY_TIMEOUT_S``, and let go. Safe to call twice."""

@@ -100,6 +100,9 @@ class CpuCopier:
         pages, slots = tuple(pages), tuple(slots)
         return self._onboards.start(lambda ticket: self._onboard(slots, pages, ticket))
 
+    def reach(self, memory: memoryview | None) -> None:
+        """Nothing: a CPU reaches all memory alike."""
+
     def close(self) -> None:
         """Let both threads end after what is queued."""
         for lane in (self._offloads, self._onboards):

@@ -25,14 +25,19 @@ class DirectPath:
         """Copy ``pages`` to the slots at ``starts``."""
         to.copies.wait(self._device.compute_fence())
         for page_address, slot_address, num_bytes in self._kv.runs(pages, starts):
-            in_slots, in_pages = host_bytes(slot_address, num_bytes), self._kv.bytes_at(page_address, num_bytes)
-            ticket.submit(to.copies, Copy(in_slots, in_pages))
+            for offset, size in to.cuts(slot_address, num_bytes):
+                in_slots, in_pages = (
+                    host_bytes(slot_address + offset, size),
+                    self._kv.bytes_at(page_address + offset, size),
+                )
+                ticket.submit(to.copies, Copy(in_slots, in_pages))
 
     def onboard(self, to: Direction, ticket: PipelineTicket, pages: Sequence[int], starts: Sequence[int]) -> None:
         """Copy the slots at ``starts`` to ``pages``, some layers of all before the next."""
         to.copies.wait(self._device.compute_fence())
         for layers in steps(self._shape.num_layers, self._shape.layer_bytes, DIRECT_BYTES):
             for page_address, slot_address, num_bytes in self._kv.runs(pages, starts, layers):
-                in_slots, in_pages = host_bytes(slot_address, num_bytes), self._kv.bytes_at(page_address, num_bytes)
-                ticket.submit(to.copies, Copy(in_pages, in_slots))
+                for offset, size in to.cuts(slot_address, num_bytes):
+                    in_slots = host_bytes(slot_address + offset, size)
+                    ticket.submit(to.copies, Copy(self._kv.bytes_at(page_address + offset, size), in_slots))
             ticket.layer_ends.append((layers.stop, to.copies.fence()))

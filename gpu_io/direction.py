@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpu_io.pipeline_ticket import PipelineTicket
+from gpu_io.registration import Registration
 from gpu_io.streams import Device, Fence
 
 MAX_WORKS = 512
@@ -34,6 +35,8 @@ class Direction:
         self._device = device
         self.kernels, self.copies = device.stream(), device.stream()
         self._buffers = deque(Buffer(device.memory(buffer_bytes)) for _ in range(num_buffers))
+        self.registration: Registration | None = None
+        """Of the memory that slots lie in."""
         self._in_flight: deque[PipelineTicket] = deque()
         if self._buffers:
             self.copies.wait(device.compute_fence())  # they may be memory that compute has just given up
@@ -49,6 +52,16 @@ class Direction:
         self._settle()
         return sum(ticket.num_works for ticket in self._in_flight) < MAX_WORKS
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no ticket is in flight."""
+        self._settle()
+        return not self._in_flight
+
+    def cuts(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Offset and size of the copies that a run of slots takes: one, or one for each chunk that is registered."""
+        return [(0, num_bytes)] if self.registration is None else self.registration.cuts(address, num_bytes)
+
     @contextmanager
     def follow(self, ticket: PipelineTicket) -> Iterator[None]:
         """What is submitted inside is ``ticket``'s; if it cannot be submitted whole, the ticket has failed."""
@@ -61,23 +74,27 @@ class Direction:
         if ticket.num_works:
             ticket.ends = self._ends(ticket)
 
-    def close(self) -> None:
-        """Wait for what is in flight, and give all memory back; what a stuck copy may touch is kept for good."""
+    def close(self) -> bool:
+        """Wait for what is in flight, and give all memory back; what a stuck copy may touch is kept for good.
+
+        Whether nothing is stuck.
+        """
         stuck = False
         while self._in_flight:
             ticket = self._in_flight.popleft()
             ticket.wait()
             if ticket.failed and not ticket.done():
                 stuck = True
-                _kept_for_good.append(ticket)
+                keep_for_good(ticket)
             else:
                 self._free_tables(ticket)
         if stuck:
-            _kept_for_good.append(self._buffers)
-            return
+            keep_for_good(self._buffers)
+            return False
         for buffer in self._buffers:
             self._device.free(buffer.memory)
         self._buffers.clear()
+        return True
 
     def _ends(self, ticket: PipelineTicket) -> list[Fence]:
         try:
@@ -98,6 +115,11 @@ class Direction:
         for table in ticket.tables:
             self._device.free(table)
         ticket.tables = []
+
+
+def keep_for_good(what: object) -> None:
+    """Never give back what a device that hangs may still touch."""
+    _kept_for_good.append(what)
 
 
 class _Never:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 from gpu_io.copier import Ticket
 from gpu_io.direct_path import DIRECT_BYTES, DirectPath
-from gpu_io.direction import Direction
+from gpu_io.direction import Direction, keep_for_good
 from gpu_io.packing import Packer
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline_ticket import PipelineTicket
+from gpu_io.registration import Registration, span_of
 from gpu_io.staged_path import StagedPath
 from gpu_io.streams import Device
 from gpu_io.works import addresses
@@ -33,6 +34,10 @@ class PipelineCopier:
     def __init__(self, kv: PagedKV, device: Device, packer: Packer) -> None:
         """``packer`` gathers and scatters what is not copied directly."""
         self._kv = kv
+        self._device = device
+        self._span: tuple[int, int] | None = None
+        """What is registered, or about to be: address and bytes."""
+        self._registration: Registration | None = None
         self._path: DirectPath | StagedPath
         if kv.run_bytes >= DIRECT_BYTES:
             self._path, buffers = DirectPath(kv, device), (0, 0)
@@ -66,11 +71,24 @@ class PipelineCopier:
                 self._path.onboard(self._onboards, ticket, tuple(pages), addresses(slots))
         return ticket
 
+    def reach(self, memory: memoryview | None) -> None:
+        """Register ``memory`` in the background instead of what was given before, once no copy is in flight."""
+        span = None if memory is None else span_of(memory)
+        if self._closed or span == self._span or not (self._offloads.is_idle and self._onboards.is_idle):
+            return
+        if self._registration is not None:
+            self._registration.let_go()
+        runtime = self._device.host_runtime()
+        self._span = span
+        self._registration = None if memory is None or runtime is None else Registration(memory, runtime)
+        self._offloads.registration = self._onboards.registration = self._registration
+
     def close(self) -> None:
         """Wait for what is in flight, and let go. What a device never lets go of is kept for good."""
         self._closed = True
-        for direction in (self._offloads, self._onboards):
-            direction.close()
+        is_over = [direction.close() for direction in (self._offloads, self._onboards)]
+        if self._registration is not None:
+            self._registration.close() if all(is_over) else keep_for_good(self._registration)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_io.hazards import Clock, HazardError, Hazards
+from gpu_io.host_runtime import HostRuntime
 from gpu_io.ranges import Ranges, ranges_of
 from gpu_io.streams import Fence, Work
 
@@ -196,6 +197,8 @@ class SimulatedDevice:
         self.compute = SimulatedStream(self, "compute")
         self._streams = [self.compute]
         self.scheduler = scheduler or Prompt()
+        self.runtime: HostRuntime | None = None
+        """What registers host memory; a test may give one."""
         self._without = without
         self._pinned: set[int] = set()
         self._known: dict[int, Tensor] = {}  # kept, so that no other memory gets the address
@@ -238,6 +241,10 @@ class SimulatedDevice:
         if memory.numel():
             self.hazards.forget(address)
             del self._known[address]
+
+    def host_runtime(self) -> HostRuntime | None:
+        """``runtime``."""
+        return self.runtime
 
     # ---- the world around it
 

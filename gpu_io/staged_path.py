@@ -43,7 +43,9 @@ class StagedPath:
             ticket.submit(to.kernels, Pack(self._kv, self._packer, pages[those], table[those], staged, part.layers))
             to.copies.wait(to.kernels.fence())
             for address, offset, num_bytes in dmas(self._shape, part, starts):
-                ticket.submit(to.copies, Copy(host_bytes(address, num_bytes), staged[offset : offset + num_bytes]))
+                for start, size in to.cuts(address, num_bytes):
+                    piece = staged[offset + start : offset + start + size]
+                    ticket.submit(to.copies, Copy(host_bytes(address + start, size), piece))
             buffer.last_use = to.copies.fence()
         ticket.pages_end = to.kernels.fence()
 
@@ -56,7 +58,9 @@ class StagedPath:
                 to.copies.wait(buffer.last_use)
             staged = self._staged(part, buffer.memory)
             for address, offset, num_bytes in dmas(self._shape, part, starts):
-                ticket.submit(to.copies, Copy(staged[offset : offset + num_bytes], host_bytes(address, num_bytes)))
+                for start, size in to.cuts(address, num_bytes):
+                    piece = staged[offset + start : offset + start + size]
+                    ticket.submit(to.copies, Copy(piece, host_bytes(address + start, size)))
             to.kernels.wait(to.copies.fence())
             those = self._pages_of(part)
             for layers in self._scattered_together(part):

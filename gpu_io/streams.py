@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gpu_io.host_runtime import HostRuntime
 from gpu_io.ranges import Ranges
 
 
@@ -66,3 +67,6 @@ class Device(Protocol):
 
     def free(self, memory: Tensor) -> None:
         """Give back ``memory`` or ``pinned`` bytes that nothing touches any more."""
+
+    def host_runtime(self) -> HostRuntime | None:
+        """What registers host memory, so that copies from and to it are fast; None where nothing does."""

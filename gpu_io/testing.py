@@ -6,6 +6,7 @@ A subclass named ``Test...`` says how its copier is opened, and on which device.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_size_t, c_uint, c_void_p
 from itertools import cycle
 
 import pytest
@@ -100,6 +101,49 @@ def finish(ticket: Ticket | None) -> None:
     assert not started(ticket).failed
 
 
+class FakeLibrary:
+    """Host registration as CUDA and HIP do it, and a fake: it pins nothing, and says so in every error.
+
+    ``fail_at`` is the number of the call that finds no memory, from 0.
+    """
+
+    def __init__(self, prefix: str = "cuda", *, fail_at: int | None = None) -> None:
+        self.registered: dict[int, int] = {}
+        """Bytes by address."""
+        self.last_error = 0
+        """What stays until somebody takes it away."""
+        self.calls: list[tuple[str, int]] = []
+        self._fail_at = fail_at
+        setattr(self, prefix + "HostRegister", self.register)
+        setattr(self, prefix + "HostUnregister", self.unregister)
+        setattr(self, prefix + "GetLastError", self.get_last_error)
+        setattr(self, prefix + "GetErrorString", lambda code: b"error %d of a fake that pins nothing" % code.value)
+
+    def register(self, address: c_void_p, num_bytes: c_size_t, flags: c_uint) -> int:
+        start, size = address.value or 0, num_bytes.value
+        self.calls.append(("register", size))
+        if size == 0:
+            return self._error(1)
+        if self._fail_at is not None and len(self.calls) > self._fail_at:
+            return self._error(2)
+        if any(start < other + theirs and other < start + size for other, theirs in self.registered.items()):
+            return self._error(712)
+        self.registered[start] = size
+        return 0
+
+    def unregister(self, address: c_void_p) -> int:
+        self.calls.append(("unregister", self.registered.get(address.value or 0, 0)))
+        return 0 if self.registered.pop(address.value or 0, None) else self._error(713)
+
+    def get_last_error(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
+
+    def _error(self, code: int) -> int:
+        self.last_error = code
+        return code
+
+
 class CopierContract:
     """What holds for any copier."""
 
@@ -186,6 +230,19 @@ class CopierContract:
         finish(ticket)
         for layer, copied in enumerate(seen):
             assert copied.cpu().equal(source.kv.layers[layer].cpu())
+
+    def test_whatever_memory_is_given_to_reach_the_bytes_are_the_same(
+        self, opened: Callable[[PagedKV], Copier]
+    ) -> None:
+        engine = self.pages(STRIDED[0])
+        slots, others = self.slots(engine.kv, 4), self.slots(engine.kv, 4)
+        copier = opened(engine.kv)
+        for memory in (slots.memory, None, others.memory, b"", slots.memory):
+            copier.reach(None if memory is None else memoryview(memory))
+            finish(copier.offload([7, 2, 5, 6], slots.views))
+            finish(copier.offload([1, 3, 4, 0], others.views))
+        assert bytes(slots.memory) == b"".join(engine.block([page]) for page in (7, 2, 5, 6))
+        assert bytes(others.memory) == b"".join(engine.block([page]) for page in (1, 3, 4, 0))
 
     def test_nothing_is_a_copy_too(self, opened: Callable[[PagedKV], Copier]) -> None:
         copier = opened(self.pages(IN_ORDER[0]).kv)

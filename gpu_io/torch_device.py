@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gpu_io.host_runtime import HostRuntime, host_runtime
 from gpu_io.streams import Fence, Work
 from kvstore.errors import LayoutError
 
@@ -71,3 +72,7 @@ class TorchDevice:
 
     def free(self, memory: Tensor) -> None:
         """Nothing: torch takes it back with the last reference."""
+
+    def host_runtime(self) -> HostRuntime | None:
+        """CUDA's or HIP's."""
+        return host_runtime(self._device)

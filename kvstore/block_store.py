@@ -57,6 +57,12 @@ class BlockStore(Protocol):
     def locate(self, lease: ReadLease | WriteLease) -> Location | None:
         """Where the slots of a held lease lie, for other processes of the engine; None if it was lost."""
 
+    def fixed_memory(self) -> memoryview | None:
+        """All RAM that slots lie in, if its pages stay the same for as long as it is mapped; it may be another later.
+
+        Only then may a device be given it to reach: it goes on with old pages where others have taken their place.
+        """
+
     def store_from(
         self,
         ns: Namespace,

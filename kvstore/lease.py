@@ -135,6 +135,8 @@ class Location:
 
     descriptors: tuple[int, ...]
     offsets_bytes: list[int]
+    pages_stay: bool = False
+    """Whether a page of the memory is the same one for as long as it is mapped, so that a device may be given it."""
 
 
 @dataclass(frozen=True, slots=True)

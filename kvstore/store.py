@@ -370,7 +370,14 @@ class Store:
     def locate(self, lease: ReadLease | WriteLease) -> Location | None:
         """Where the slots of a held lease lie, for other processes of the engine."""
         tier = self._arena_tier
-        return Location(tier.descriptors, self.offsets_bytes(lease.ns, lease.slots)) if tier else None
+        if tier is None:
+            return None
+        return Location(tier.descriptors, self.offsets_bytes(lease.ns, lease.slots), tier.arena.pages_stay)
+
+    def fixed_memory(self) -> memoryview | None:
+        """All RAM that slots lie in, if its pages stay the same: a device may be given it to reach."""
+        arena = self.arena
+        return arena.view(0, arena.capacity_bytes) if arena is not None and arena.pages_stay else None
 
     def check(self) -> None:
         """Prove the invariants of every level; raises AssertionError. For tests and operators."""

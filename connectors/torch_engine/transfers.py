@@ -183,6 +183,7 @@ class Transfers:
     def poll(self) -> None:
         """Apply the copies that have returned."""
         self._store.poll()
+        self._copier.reach(self._store.fixed_memory())
         for load in [load for load in self._abandoned if load.ticket.done()]:
             self._abandoned.remove(load)
             for page in load.pages:

@@ -32,6 +32,7 @@ class ArenaDoor:
         self.address = f"kvstore-{os.getpid()}-{secrets.token_hex(8)}"
         self._number = 0
         self._descriptors: tuple[int, ...] = ()
+        self._pages_stay = False
         self._changing = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address)
@@ -45,6 +46,7 @@ class ArenaDoor:
             with self._changing:
                 self._forget()
                 self._descriptors = tuple(os.dup(descriptor) for descriptor in location.descriptors)
+                self._pages_stay = location.pages_stay
                 self._number = number
         return number
 
@@ -83,7 +85,7 @@ class ArenaDoor:
         (number,) = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))
         with self._changing:
             if number == self._number:
-                socket.send_fds(connection, [b"\0"], list(self._descriptors))
+                socket.send_fds(connection, [bytes([self._pages_stay])], list(self._descriptors))
 
 
 class ArenaView:
@@ -96,7 +98,7 @@ class ArenaView:
             connection.settimeout(TIMEOUT_S)
             connection.connect("\0" + address)
             connection.sendall(_NUMBER.pack(number))
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+            stays, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
         if not descriptors:
             raise OSError(f"arena {number} is not to be had any more")
         memory, *self._ties = descriptors
@@ -107,6 +109,12 @@ class ArenaView:
         # A process that this one forks must not hold on to the memory.
         self._map.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(self._map)
+        self._pages_stay = stays == b"\1"
+
+    @property
+    def fixed_memory(self) -> memoryview | None:
+        """All of it, if its pages stay the same, so that a device may be given it."""
+        return self._view[:] if self._pages_stay else None
 
     def views(self, offsets_bytes: Sequence[int], num_bytes: int) -> list[memoryview]:
         """As many writable bytes from each offset on."""

@@ -90,6 +90,7 @@ class WorkerHalf:
         slots = job.slots
         try:
             views = self._views(slots)
+            self._of_copier.reach(self._arenas[slots.arena].fixed_memory)
             if isinstance(job, LoadJob):
                 ticket = self._of_copier.onboard(views, job.pages)
             else:

@@ -320,7 +320,17 @@ class StoreClient:
         if held is None:
             return None
         tether = held.session.tether
-        return Location((tether.arena.fd, tether.connection.fileno()), list(lease.slots))
+        descriptors = tether.arena.fd, tether.connection.fileno()
+        return Location(descriptors, list(lease.slots), tether.arena.pages_stay)
+
+    def fixed_memory(self) -> memoryview | None:
+        """The arena as this process maps it, if the sidecar takes no page of it back; None while there is none."""
+        session = self._connection.session
+        arena = None if session is None else session.tether.arena
+        try:
+            return arena.view(0, arena.capacity_bytes) if arena is not None and arena.pages_stay else None
+        except ValueError:  # it was unmapped just now, for the sidecar is another one
+            return None
 
     # ---- lent buffers
 

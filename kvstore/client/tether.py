@@ -31,7 +31,7 @@ class Tether:
             connection.connect(str(arena_socket(path)))
             connection.sendall(frame(api.Hello(token=token)))
             welcome, fd = _welcome(connection)
-            arena = Mapping(fd, welcome.arena_bytes)
+            arena = Mapping(fd, welcome.arena_bytes, pages_stay=welcome.pages_stay)
         except BaseException:
             connection.close()
             raise

@@ -92,7 +92,9 @@ class Handshake:
         """Hand the descriptor over, and wait for the end of the process."""
         client = self._clients.admit(tenant)
         try:
-            welcome = api.Welcome(client=client.id, arena_bytes=self._arenas.capacity_bytes)
+            welcome = api.Welcome(
+                client=client.id, arena_bytes=self._arenas.capacity_bytes, pages_stay=self._arenas.pages_stay
+            )
             with contextlib.suppress(OSError):
                 socket.send_fds(connection, [frame(welcome)], [self._arenas.domains[tenant.domain].fd])
                 while await asyncio.get_running_loop().sock_recv(connection, 4096):

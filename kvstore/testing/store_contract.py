@@ -103,6 +103,16 @@ class StoreContract:
                 begin = location.offsets_bytes[2]
                 assert memory[begin : begin + LAYOUT.block_bytes] == bytes(lease.views[2])
 
+    def test_all_slots_lie_in_the_memory_that_stays(self, store: BlockStore, ns: Namespace) -> None:
+        with store.reserve(ns, 3) as lease:
+            memory, location = store.fixed_memory(), store.locate(lease)
+            assert memory is not None
+            assert location is not None
+            assert location.pages_stay
+            for number, (view, begin) in enumerate(zip(lease.views, location.offsets_bytes, strict=True)):
+                view[:] = bytes([number + 1]) * LAYOUT.block_bytes
+                assert memory[begin : begin + LAYOUT.block_bytes] == view
+
     def test_a_lease_ends_once(self, store: BlockStore, ns: Namespace) -> None:
         lease = store.reserve(ns, 1)
         store.abort(lease)

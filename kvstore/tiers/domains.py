@@ -31,6 +31,11 @@ class Arenas:
         # Sparse huge pages would be reserved for every arena in full, so they are for a domain that is alone.
         self.domains = [Arena(capacity_bytes, prefault=False, may_be_huge=num_domains == 1) for _ in range(num_domains)]
 
+    @property
+    def pages_stay(self) -> bool:
+        """Whether an extent never moves from one arena to another, so that its pages are the same ones for good."""
+        return len(self.domains) == 1
+
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Writable bytes of one domain's arena."""
         domain, within = divmod(offset_bytes, self.capacity_bytes)

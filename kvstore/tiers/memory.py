@@ -37,6 +37,10 @@ class Region(Protocol):
 
     capacity_bytes: int
 
+    @property
+    def pages_stay(self) -> bool:
+        """Whether a page of it is the same one for as long as it is mapped, so that a device may be given it."""
+
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Writable bytes; valid until ``close``."""
 
@@ -54,10 +58,11 @@ class Mapping:
     run at up to 1.4 times the speed, and O_DIRECT at two to three times (ADR 12).
     """
 
-    def __init__(self, fd: int, capacity_bytes: int, *, prefault: bool = True) -> None:
+    def __init__(self, fd: int, capacity_bytes: int, *, prefault: bool = True, pages_stay: bool = True) -> None:
         """Map the file ``fd``, which is this object's from now on. Raises ``OSError`` if the kernel refuses."""
         self.fd = fd
         self.capacity_bytes = capacity_bytes
+        self._pages_stay = pages_stay
         self.collapsed_bytes = 0
         """How much ``populate`` has put on huge pages so far."""
         self._num_bytes = os.fstat(fd).st_size
@@ -78,6 +83,11 @@ class Mapping:
     def keep_from_children(self) -> None:
         """Processes that this one forks do not get the mapping: what they hold on to would outlive this process."""
         self._map.madvise(mmap.MADV_DONTFORK)
+
+    @property
+    def pages_stay(self) -> bool:
+        """Whether whoever made the memory takes no page of it back. This process's own arena loses none."""
+        return self._pages_stay
 
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Writable bytes of the arena; valid until ``close``."""

@@ -178,3 +178,11 @@ def test_a_file_of_tenants_that_cannot_be_used_says_why(tmp_path: Path, text: st
     config = Config.from_mapping({"server": {"tenants_file": str(path)}})
     with pytest.raises(ConfigError, match=says):
         Tenants.of(config.server)
+
+
+def test_memory_that_moves_between_tenants_is_never_given_to_a_device(tenants: dict[str, StoreClient]) -> None:
+    """It would go on reading and writing the pages that were there when it was told, whoever's they are by then."""
+    assert tenants["red"].fixed_memory() is None
+    with tenants["red"].reserve(tenants["red"].open_namespace(MODEL, LAYOUT), 1) as lease:
+        location = tenants["red"].locate(lease)
+    assert location is None or not location.pages_stay

@@ -49,14 +49,16 @@ class Hello(_message.Message):
     def __init__(self, token: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("refused", "client", "arena_bytes")
+    __slots__ = ("refused", "client", "arena_bytes", "pages_stay")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_STAY_FIELD_NUMBER: _ClassVar[int]
     refused: str
     client: bytes
     arena_bytes: int
-    def __init__(self, refused: _Optional[str] = ..., client: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
+    pages_stay: bool
+    def __init__(self, refused: _Optional[str] = ..., client: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., pages_stay: bool = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("call", "register", "pong", "open_namespace", "arrive", "finish", "lookup", "prefetch", "pin", "reserve", "commit", "end_leases", "clear", "evict", "acknowledge", "reserve_stripes", "commit_stripes")
