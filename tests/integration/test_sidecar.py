@@ -121,7 +121,7 @@ def test_it_takes_a_token() -> None:
             assert client.reserve(client.open_namespace(IDENTITY, LAYOUT), 1).num_blocks == 1
         for token in ("", "wrong", "righ", "right "):
             with closing(StoreClient(served.socket, token=token)) as client:
-                assert not client.wait_connected(0.5)
+                assert not client.wait_connected(0.2)
         assert "right" not in served.log.read_text()
 
 

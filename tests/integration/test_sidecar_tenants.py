@@ -157,7 +157,7 @@ def test_quotas_hold(tenants: dict[str, StoreClient]) -> None:
 def test_a_stranger_gets_nothing(served: Sidecar) -> None:
     for token in ("", "red", "red-token ", hashlib.sha256(b"red-token").hexdigest()):
         with closing(StoreClient(served.socket, token=token)) as client:
-            assert not client.wait_connected(0.3)
+            assert not client.wait_connected(0.2)
 
 
 @pytest.mark.parametrize(
