@@ -1,5 +1,6 @@
 """From a path to a running engine: the only place that knows all parts."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from connectors.torch_engine.model import Model
 from connectors.torch_engine.tokenizer import ChatTokenizer
 from connectors.torch_engine.transfers import Transfers
 from connectors.torch_engine.weights import open_checkpoint, tiny_checkpoint
+from gpu_io.copier import Copier
 from gpu_io.device import copier_for
 from gpu_io.pages import PagedKV
 from kvstore.block_store import BlockStore
@@ -32,11 +34,12 @@ def open_engine(
     device: str = "cpu",
     salt: str = "",
     store: BlockStore | None = None,
+    open_copier: Callable[[PagedKV], Copier] = copier_for,
 ) -> tuple[Engine, ChatTokenizer | None]:
     """An engine for the checkpoint at ``path``, or for a generated tiny model, and its tokenizer if it has one.
 
     ``dtype`` and ``device`` are torch's names. ``salt`` keeps tenants apart in every tier. ``store`` is the caller's to
-    close, after the engine; without one the KV lives in the pages alone.
+    close, after the engine; without one the KV lives in the pages alone. ``open_copier`` serves the pages' device.
     """
     config = config or EngineConfig()
     opened = nullcontext(tiny_checkpoint(TINY_SEED)) if path is None else open_checkpoint(path)
@@ -54,7 +57,7 @@ def open_engine(
     else:
         namespace = store.open_namespace(identity, layout)
         pool = BlockPool(LRU(), on_evict=lambda key, page: transfers.on_evict(key, page))  # noqa: PLW0108 - it is made below
-        copier = copier_for(PagedKV([kv], "page layer plane token head dim"))
+        copier = open_copier(PagedKV([kv], "page layer plane token head dim"))
         transfers = Transfers(store, namespace, pool, copier, config.prefetch_timeout_s)
         cache = PagedCache(kv, namespace, pool, transfers)
     pool.grow(0, config.num_pages)
