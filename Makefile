@@ -9,7 +9,7 @@ VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm test-vllm-full mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers protos lock
+.PHONY: help setup check test test-vllm test-vllm-full mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -60,6 +60,12 @@ demo: setup ## The main job: a real model answers from every tier, in the end as
 
 bench-tiers: setup ## Speed of every tier beside its limit: build/bench-tiers.json
 	$(BIN)/python -m bench.tiers $(ARGS)
+
+test-gpu: setup ## What needs an accelerator; without one it is skipped, and says so
+	$(BIN)/python -m pytest -rs tests/contract/test_copier.py::TestPipeline $(ARGS)
+
+bench-gpu: setup ## Speed of the pipeline beside one plain pinned copy: build/bench-gpu.json, or that it has not run
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: build/bench-sidecar.json
 	$(BIN)/python -m bench.sidecar $(ARGS)
