@@ -40,6 +40,7 @@ from kvstore.weights import weights_digest
 
 WRITE_TIMEOUT_S = 10.0
 DRAIN_INTERVAL_S = 0.1
+_TELLS_BYTES = "transfer_bytes" in JobResult.__annotations__  # from vLLM 0.31 on
 
 _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its own name
 
@@ -271,11 +272,8 @@ class KVStoreTier(SecondaryTierManager):
             success=not missed,
             successful_keys=tuple(job.keys[block] for block in job.moved) or None,
             transfer_time=time.monotonic() - job.began_s,
-            **({"transfer_bytes": len(job.moved) * self._row_bytes} if "transfer_bytes" in _RESULT else {}),
+            **({"transfer_bytes": len(job.moved) * self._row_bytes} if _TELLS_BYTES else {}),
         )
-
-
-_RESULT = frozenset(getattr(JobResult, "__dataclass_fields__", ()))
 
 
 def _plain(rows: npt.NDArray[Any] | Sequence[int]) -> list[int]:

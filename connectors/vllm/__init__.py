@@ -1,5 +1,12 @@
 """The KV connector of vLLM, loaded by ``--kv-transfer-config``; connectors/README.md says how."""
 
-from connectors.vllm.connector import KVStoreConnector
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from connectors.vllm import versions
+
+versions.require_supported(vllm.__version__, frozenset(vars(base.KVConnectorBase_V1)))
+
+from connectors.vllm.connector import KVStoreConnector  # noqa: E402 - another vLLM may lack what this imports
 
 __all__ = ["KVStoreConnector"]

@@ -9,7 +9,6 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.plan import Draft, EngineTraits, Planner
 from connectors.vllm import versions
@@ -24,8 +23,6 @@ from connectors.vllm.worker_half import WorkerHalf
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 
-NEEDED = ("bind_gpu_block_pool", "get_transfer_results", "get_external_cache_hit_sources", "on_new_request")
-SOURCES = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its own name
@@ -42,13 +39,11 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """One half, by the role it is made for."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises ``ConfigError`` for a vLLM or a configuration that cannot be used."""
+        """Raises ``ConfigError`` for a configuration that cannot be used."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         logging.getLogger("connectors").parent = logging.getLogger("kvstore").parent = _log
-        missing = [name for name in NEEDED if not hasattr(base.KVConnectorBase_V1, name)]
-        warning = versions.require_supported(vllm.__version__, missing)
-        if warning:
-            _log.warning(warning)
+        if versions.is_unknown(vllm.__version__):
+            _log.warning("vLLM %s is newer than any that the KV store was run with", vllm.__version__)
         parallel = vllm_config.parallel_config
         self._num_ranks = parallel.tensor_parallel_size
         self._tokens_per_block = vllm_config.cache_config.block_size
@@ -152,11 +147,11 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._scheduler.take(request, pages, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """What is being loaded, by tier."""
+        """What is being loaded, by tier. Nobody asks before vLLM 0.32."""
         tokens_from = self._scheduler.tokens_from(request) if self._scheduler is not None else {}
         sources: dict[Any, int] = {}
         for tier, num_tokens in tokens_from.items():
-            source = SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            source = versions.hit_source(tier)
             sources[source] = sources.get(source, 0) + num_tokens
         return sources
 
@@ -300,10 +295,9 @@ def refusals_of(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             reasons.append(f"{name} is {getattr(parallel, name)}: ranks hold different tokens")
-    if (kv_cache_config.hash_block_size or cache.block_size) != cache.block_size:
-        reasons.append(
-            f"vLLM hashes blocks of {kv_cache_config.hash_block_size} tokens, its pages have {cache.block_size}"
-        )
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or cache.block_size  # told from vLLM 0.32 on
+    if hash_tokens != cache.block_size:
+        reasons.append(f"vLLM hashes blocks of {hash_tokens} tokens, its pages have {cache.block_size}")
     if getattr(cache, "calculate_kv_scales", False):
         reasons.append(
             "calculate_kv_scales finds its scales while it runs, so that no other engine could read the blocks"

@@ -1,10 +1,14 @@
-"""Which releases of vLLM this connector works with: its interface and its tensors' layout change between them."""
+"""Which releases of vLLM this connector works with, and where they differ."""
+
+from collections.abc import Collection
+from typing import Any
 
 from kvstore.errors import ConfigError
 
 OLDEST = (0, 32)
 NEWEST = (0, 32)
 """The newest that was run. A newer one is taken, with a warning, if it has what is needed."""
+NEEDED = ("bind_gpu_block_pool", "get_transfer_results", "has_pending_push_work", "on_new_request")
 
 
 def parse(version: str) -> tuple[int, int]:
@@ -16,19 +20,26 @@ def parse(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def require_supported(version: str, missing: list[str]) -> str:
-    """A warning, or nothing. Raises ``ConfigError`` for a release that cannot work.
-
-    ``missing`` names what the connector needs and this vLLM lacks.
-    """
-    release = parse(version)
-    if release < OLDEST:
+def require_supported(version: str, methods: Collection[str]) -> None:
+    """Raises ``ConfigError`` for a release that cannot work. ``methods``: those of its base class for connectors."""
+    missing = [name for name in NEEDED if name not in methods]
+    if parse(version) < OLDEST:
         raise ConfigError(f"vLLM {version} is too old for this connector: install {_wanted()}")
     if missing:
         raise ConfigError(f"vLLM {version} lacks {', '.join(missing)}, which this connector needs: use {_wanted()}")
-    if release > NEWEST:
-        return f"vLLM {version} is newer than any that this connector was run with; that is {_wanted()}"
-    return ""
+
+
+def is_unknown(version: str) -> bool:
+    """Whether it is newer than any that was run."""
+    return parse(version) > NEWEST
+
+
+def hit_source(tier: str) -> Any:
+    """What vLLM, from 0.32 on, calls the place that a hit came from."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 - older ones have no such thing
+
+    known = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+    return known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 def _wanted() -> str:

@@ -1,14 +1,17 @@
 """Whose blocks are whose: whatever changes the KV of a prompt is a miss, and nothing else is."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -17,6 +20,7 @@ from connectors.vllm.identity import hash_scheme
 from connectors.vllm.pages import PageFormat
 from connectors.vllm.settings import Settings
 from kvstore.errors import ConfigError
+from tests.vllm.engine import ROOT
 from tests.vllm.models import tiny_llama
 from tests.vllm.prompts import PAGE_TOKENS
 from tests.vllm.runner import Runner, vllm_config
@@ -110,14 +114,28 @@ def test_a_hybrid_model_is_refused_loudly_and_runs_without_the_store(
 
 
 def test_an_unsupported_version_is_a_clear_error() -> None:
+    methods = frozenset(vars(KVConnectorBase_V1))
+    versions.require_supported(vllm.__version__, methods)
+    assert not versions.is_unknown(vllm.__version__)
+    assert versions.is_unknown("0.99.0rc1+cu130")
     with pytest.raises(ConfigError, match=r"too old.*install vLLM"):
-        versions.require_supported("0.11.2", [])
+        versions.require_supported("0.11.2", methods)
     with pytest.raises(ConfigError, match="lacks on_new_request"):
-        versions.require_supported("0.99.0", ["on_new_request"])
+        versions.require_supported("0.99.0", methods - {"on_new_request"})
     with pytest.raises(ConfigError, match="no release"):
-        versions.require_supported("dev", [])
-    assert "newer than any" in versions.require_supported("0.99.0rc1+cu130", [])
-    assert versions.require_supported("0.32.0+cpu", []) == ""
+        versions.require_supported("dev", methods)
+
+
+def test_an_unsupported_vllm_is_refused_before_anything_of_it_is_imported() -> None:
+    """UX-018: an older one lacks modules, and says so by a stack trace unless it is asked first."""
+    script = (
+        "import sys, vllm, vllm.distributed.kv_transfer.kv_connector.v1.base\n"
+        "vllm.__version__ = '0.11.2'; sys.modules['vllm.v1.core.kv_cache_utils'] = None\n"
+        "try: import connectors.vllm\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert "ConfigError vLLM 0.11.2 is too old" in said
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ class Managers:
         context = ReqContext(f"r{self._num_requests}")
         keys = [key_of(chunk) for chunk in chunks]
         for chunk, key in zip(chunks, keys, strict=True):
-            context.set_offload_key_position(key, chunk * PAGE_TOKENS)
+            if hasattr(context, "set_offload_key_position"):  # from vLLM 0.31 on
+                context.set_offload_key_position(key, chunk * PAGE_TOKENS)
         self.manager.on_new_request(context)
         yield context, keys
         self.manager.on_request_finished(context)
