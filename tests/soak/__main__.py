@@ -1,15 +1,17 @@
 """The soak: some clients against a host full of faults, for as long as it is told; at the end nothing may be left.
 
-make soak                       ten minutes
+make soak                       ten minutes; what was done goes to build/soak.json
 make soak ARGS="--seconds 60 --seed 7"
 """
 
 import argparse
+import itertools
 import json
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.report import build_folder, provenance, save
 from kvstore.testing.redis_proxy import (
     CLUSTERDOWN,
     DROP,
@@ -35,6 +38,8 @@ from kvstore.testing.valkey import ValkeyServer
 
 NUM_CLIENTS = 4
 LEASE_S = 1.0
+ACTS_OF_A_HOST = 3
+"""After so much has happened to clients the host is killed, and another one starts over the same files."""
 MAX_GROWTH_BYTES = 48 << 20
 """Of the host's own memory: pools, tables and buffers that it keeps once it has made them."""
 
@@ -145,10 +150,15 @@ def soak(seconds: float, seed: int, directory: Path) -> Mapping[str, int]:
             crowd = Crowd(served.socket, seed)
             try:
                 until_s = time.monotonic() + seconds
-                while time.monotonic() < until_s:
+                for number in itertools.count(1):
                     time.sleep(0.5)
                     crowd.act()
                     assert served.process.poll() is None, served.log.read_text()
+                    if number % ACTS_OF_A_HOST == 0:
+                        served.restart()
+                        crowd.counts["hosts killed"] += 1
+                    if time.monotonic() > until_s:
+                        break
                 crowd.end()
             finally:
                 over.set()
@@ -192,11 +202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=build_folder() / "soak.json")
     arguments = parser.parse_args()
-    directory = Path(__file__).parents[2] / "build" / "soak"
-    directory.mkdir(parents=True, exist_ok=True)
-    counts = soak(arguments.seconds, arguments.seed, directory)
+    head = provenance()
+    with tempfile.TemporaryDirectory(prefix="kvstore-soak-", dir=build_folder()) as directory:
+        counts = soak(arguments.seconds, arguments.seed, Path(directory))
     sys.stdout.write(json.dumps(counts, indent=1) + "\n")
+    save(arguments.output, {**head, "seconds": arguments.seconds, "seed": arguments.seed, "counts": counts})
 
 
 if __name__ == "__main__":
