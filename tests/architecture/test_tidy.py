@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import MUTANTS, Mutant
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvstore", "gpu_io", "connectors")
 GENERATED = ROOT / "kvstore" / "api"
@@ -143,3 +145,8 @@ def test_words_count_as_wholes(name: str) -> None:
 def test_a_reason_is_told_from_none(line: str, has_reason: bool) -> None:
     assert _EXCEPTION.search(line)
     assert (_REASON.search(line) is not None) == has_reason
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_still_finds_the_code_it_breaks(mutant: Mutant) -> None:
+    assert (ROOT / mutant.path).read_text().count(mutant.old) == 1
