@@ -83,7 +83,7 @@ class Connection:
         if self._tether is None or not self._tether.is_tied():
             stale, self._tether = self._tether, None
             if stale is not None:
-                stale.untie()
+                stale.part()
             self._tether = Tether.tie(self._path, self._token)
         with grpc.insecure_channel(f"unix:{self._path}", CHANNEL_OPTIONS) as channel:
             register = api.Register(client=self._tether.client, incarnation=next(self._incarnations), name=self._name)

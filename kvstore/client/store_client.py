@@ -317,7 +317,7 @@ class StoreClient:
         when all that have it are gone.
         """
         held = self._held.get(lease)
-        if held is None:
+        if held is None or held.session.is_over:
             return None
         tether = held.session.tether
         descriptors = tether.arena.fd, tether.connection.fileno()

@@ -53,6 +53,10 @@ class Tether:
         self.arena.close()
         self.connection.close()
 
+    def part(self) -> None:
+        """The other end is gone. Leases of its slots may still be looked at; the mapping goes with the last of them."""
+        self.connection.close()
+
     def leave(self) -> None:
         """Something may still write to the arena: stay tied until the process ends."""
         self.connection.detach()

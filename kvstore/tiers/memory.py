@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -71,6 +72,7 @@ class Mapping:
         except OSError:
             os.close(fd)
             raise
+        self._close_fd = weakref.finalize(self, os.close, fd)
         self._view = memoryview(self._map)[start : start + self._num_bytes]
         self._address = np.frombuffer(self._view, dtype=np.uint8).ctypes.data
         self._closed = False
@@ -117,7 +119,7 @@ class Mapping:
             gc.collect()
             with contextlib.suppress(BufferError):  # somebody does; the mapping goes with that view
                 self._map.close()
-        os.close(self.fd)
+        self._close_fd()
 
     def populate(self, offset_bytes: int, num_bytes: int) -> None:
         """Fault pages in ahead of use, huge ones if it can be: a first touch inside a copy would halve its speed.

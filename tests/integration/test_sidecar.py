@@ -29,7 +29,7 @@ from kvstore.layout import Layout
 from kvstore.lease import Lookup
 from kvstore.testing.sidecar import Sidecar, eventually
 from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
-from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
+from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,29 @@ def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:
         assert get(client, chain) == 0
         put(client, ns, chain)
         assert get(client, chain) == 4
+
+
+def test_leases_of_a_sidecar_that_died_can_be_looked_at_and_ended_after_another_has_come() -> None:
+    """Views are made when first asked for, which may be after the client is in touch with the new one."""
+    with Sidecar() as served, closing(served.client(budget_s=1.0)) as client:
+        ns = client.open_namespace(IDENTITY, LAYOUT)
+        chain = chain_of(ns, 2)
+        put(client, ns, chain)
+        lease, writes = client.pin(chain), [client.reserve(ns, 1) for _ in range(2)]
+        served.kill()
+        eventually(lambda: not lease.still_held())
+        served.restart()
+        eventually(lambda: client.reserve(ns, 1).num_blocks == 1)
+        assert [bytes(view) for view in lease.views] == [content(key) for key in chain]
+        assert not lease.still_held()
+        for write in writes:
+            assert client.locate(write) is None
+            write.views[0][:] = b"x" * LAYOUT.block_bytes
+        client.release(lease)
+        client.abort(writes[0])
+        client.quarantine(writes[1])
+        client.reclaim(writes[1])
+        assert get(client, chain) == 0
 
 
 def test_a_silent_sidecar_costs_one_budget() -> None:
