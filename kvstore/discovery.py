@@ -49,9 +49,19 @@ class Discoveries:
 
 def found_in(levels: Sequence[Level], ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int) -> int:
     """How many leading blocks of ``chain`` are in one level or another, given that the first ``start`` are."""
+    return start + sum(found_by_level(levels, ns, chain, start, oldest_unix_s))
+
+
+def found_by_level(
+    levels: Sequence[Level], ns: Namespace, chain: Sequence[BlockKey], start: int, oldest_unix_s: int
+) -> list[int]:
+    """The same, past ``start``, for each level: a block counts for the first that has it."""
+    counts = [0] * len(levels)
     found, before = start, -1
     while found < len(chain) and found != before:
         before = found
-        for level in levels:
-            found += level.covered(ns, chain, found, oldest_unix_s)
-    return found
+        for index, level in enumerate(levels):
+            covered = level.covered(ns, chain, found, oldest_unix_s)
+            counts[index] += covered
+            found += covered
+    return counts

@@ -23,5 +23,7 @@ def set_gauges(stats: Stats, levels: Iterable[SlotLevel], lanes: Iterable[Lane])
     for lane in lanes:
         stats.set("kvstore_tickets_in_flight", len(lane.in_flight), lane.name)
         stats.set("kvstore_in_flight_bytes", lane.bytes_in_flight, lane.name)
+        stats.set("kvstore_copy_seconds_total", lane.copy_s, lane.name)
+        stats.set("kvstore_breaker_openings_total", lane.breaker.num_openings, lane.name)
         for state in BreakerState:
             stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)

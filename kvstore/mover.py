@@ -39,6 +39,7 @@ class Ticket:
     """Called by the owner, before ``finish``, if the deadline passes while the copy is still running."""
     outcomes: list[Outcome] = field(default_factory=list)
     started: bool = False
+    took_s: float = 0.0
     overdue: bool = False
 
 
@@ -112,6 +113,8 @@ class Lane:
         self.breaker = Breaker()
         self.max_bytes_in_flight = shape.max_bytes_in_flight
         self.bytes_in_flight = 0
+        self.copy_s = 0.0
+        """What all copies have taken in their threads, once they returned."""
         self.in_flight: set[Ticket] = set()
         self._executor = executor
 
@@ -133,6 +136,7 @@ class Lane:
         """The ticket has returned."""
         self.in_flight.remove(ticket)
         self.bytes_in_flight -= ticket.num_bytes
+        self.copy_s += ticket.took_s
 
     def close(self) -> None:
         """Take no more tickets."""
@@ -225,7 +229,8 @@ class Mover:
             lane.close()
 
     def _run(self, lane: Lane, ticket: Ticket) -> None:
-        if self.clock() >= ticket.deadline_s:
+        began_s = self.clock()
+        if began_s >= ticket.deadline_s:
             ticket.outcomes = [Outcome.LATE] * ticket.num_blocks
         else:
             ticket.started = True
@@ -233,6 +238,7 @@ class Mover:
                 ticket.outcomes = ticket.work()
             except Exception:  # noqa: BLE001 - the edge of a mover thread: a bug in a tier is a miss, not a hang
                 ticket.outcomes = [Outcome.FAILED] * ticket.num_blocks
+            ticket.took_s = self.clock() - began_s
         self._returned.append((lane, ticket))
         self._wake.set()
         self.on_return()

@@ -29,13 +29,11 @@ CATALOGUE = (
     Metric("kvstore_stored_bytes_total", "counter", "Bytes of the blocks that engines committed."),
     Metric("kvstore_loaded_blocks_total", "counter", "Blocks pinned for engines, by where they came from.", ("tier",)),
     Metric("kvstore_loaded_bytes_total", "counter", "Bytes of the blocks pinned for engines.", ("tier",)),
-    Metric("kvstore_hit_blocks_total", "counter", "Blocks of arrived requests found, by the first tier.", ("tier",)),
-    Metric("kvstore_hit_tokens_total", "counter", "Tokens of arrived requests found, by the first tier.", ("tier",)),
     Metric(
-        "kvstore_missed_blocks_total",
-        "counter",
-        "Blocks that a tier was asked for and did not give, by what it came to.",
-        ("tier", "outcome"),
+        "kvstore_hit_blocks_total", "counter", "Blocks found of requests as they arrived, by the first tier.", ("tier",)
+    ),
+    Metric(
+        "kvstore_hit_tokens_total", "counter", "Tokens found of requests as they arrived, by the first tier.", ("tier",)
     ),
     Metric("kvstore_evicted_blocks_total", "counter", "Blocks forgotten to make room.", ("tier",)),
     Metric("kvstore_accepted_blocks_total", "counter", "Blocks accepted for copy-down to a tier.", ("tier",)),
@@ -52,7 +50,7 @@ CATALOGUE = (
         ("tier", "op", "outcome"),
     ),
     Metric("kvstore_copied_bytes_total", "counter", "Bytes copied between RAM and a tier.", ("tier", "op")),
-    Metric("kvstore_copy_seconds_total", "counter", "Time that copies took in their threads.", ("tier", "op")),
+    Metric("kvstore_copy_seconds_total", "counter", "Time that copies took in their threads.", ("tier",)),
     Metric("kvstore_breaker_openings_total", "counter", "How often a tier was given up for a while.", ("tier",)),
     Metric("kvstore_tier_state", "gauge", "1 for the state of the tier's breaker, else 0.", ("tier", "state")),
     Metric("kvstore_tickets_in_flight", "gauge", "Copies that have not returned.", ("tier",)),

@@ -13,7 +13,7 @@ from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
 from kvstore.deadline import bounded
-from kvstore.discovery import Discoveries, found_in
+from kvstore.discovery import Discoveries, found_by_level, found_in
 from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
@@ -164,6 +164,7 @@ class Store:
         self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
         if ns is None:
             return 0
+        self._count_hits(ns, chain)
         if self._recording is not None:
             self._recording.arrive(request, chain, ns.layout.tokens_per_block)
         worth = [level.pool(ns.fingerprint).arrive(request, chain) for level in self.slot_levels]
@@ -419,6 +420,12 @@ class Store:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
         if ns is not None:
             self._copydown.offer_victim(ns, slot)
+
+    def _count_hits(self, ns: Namespace, chain: Sequence[BlockKey]) -> None:
+        hits = found_by_level(self._levels, ns, chain, 0, self._copies.oldest_unix_s(ns))
+        for level, num_blocks in zip(self._levels, hits, strict=True):
+            self.stats.inc("kvstore_hit_blocks_total", num_blocks, level.name)
+            self.stats.inc("kvstore_hit_tokens_total", num_blocks * ns.layout.tokens_per_block, level.name)
 
     def _on_stored(self, ns: Namespace, keys: Sequence[BlockKey]) -> None:
         """Lent blocks are in RAM: they are copied down like any other."""
