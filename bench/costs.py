@@ -118,6 +118,7 @@ def _lookups(scale: Scale) -> Iterator[Cost]:
             f"lookup of a prefix of {scale.prefix_blocks} blocks": (_discard(partial(store.lookup, chain)), 1.5),
             "pin and touch of it": (pin_and_touch, 3.0),
             "release of it": (release, None),
+            "poll while nothing happens": (_discard(store.poll), 0.05),
         }
         seconds = in_turns({what: work for what, (work, _) in works.items()}, repeats)
     for what, (_, wanted) in works.items():

@@ -183,6 +183,7 @@ class Copies:
             deadline_s=deadline_s,
             finish=finish,
             abandon=on_end,
+            urgent=True,
         )
         return self._mover.submit(shared.name, ticket)
 
@@ -268,6 +269,7 @@ class Copies:
             deadline_s=deadline_s,
             finish=lambda outcomes: flights.settle(flight, moves, lambda: settle(outcomes)),
             abandon=abandon,
+            urgent=True,
         )
         if not self._mover.submit(level.name, ticket):
             return False

@@ -9,9 +9,11 @@ Rule 2: a ticket whose deadline passes before its turn comes back LATE without h
 Rule 3: nothing here waits for a copy, ``close`` included: a stuck thread is a daemon and keeps only what it holds.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -37,6 +39,8 @@ class Ticket:
     """Called by the owner once the copy has returned, with one outcome per block."""
     abandon: Callable[[], None]
     """Called by the owner, before ``finish``, if the deadline passes while the copy is still running."""
+    urgent: bool = False
+    """Whether somebody waits for it: it goes before what is only copied down."""
     outcomes: list[Outcome] = field(default_factory=list)
     started: bool = False
     took_s: float = 0.0
@@ -46,34 +50,56 @@ class Ticket:
 class Executor(Protocol):
     """Where tickets run: threads, or steps that a test takes."""
 
-    def submit(self, run: Callable[[], None]) -> None:
-        """Run it soon, in order of submission where there is one thread."""
+    def submit(self, run: Callable[[], None], *, urgent: bool = False) -> None:
+        """Run it soon, in order of submission where there is one thread; before others if somebody waits for it."""
 
     def close(self) -> None:
         """Take no more; do not wait."""
+
+
+MAX_URGENT_IN_A_ROW = 3
+"""Then something else has its turn: a copy-down that never came to it would take its tier for stuck."""
 
 
 class ThreadExecutor:
     """Long-lived daemon threads on one SimpleQueue: a hand-off costs a hundredth of a thread pool's."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._turns: SimpleQueue[bool] = SimpleQueue()
+        """One for each that was submitted; False ends a thread."""
+        self._urgent: deque[Callable[[], None]] = deque()  # append and popleft are atomic
+        self._others: deque[Callable[[], None]] = deque()
+        self._num_urgent_in_a_row = 0
         self._num_threads = num_threads
         for index in range(num_threads):
             Thread(target=self._run, name=f"kvstore-{name}-{index}", daemon=True).start()
 
-    def submit(self, run: Callable[[], None]) -> None:
+    def submit(self, run: Callable[[], None], *, urgent: bool = False) -> None:
         """Queue it."""
-        self._queue.put(run)
+        (self._urgent if urgent else self._others).append(run)
+        self._turns.put(True)
 
     def close(self) -> None:
         """Let each thread end after what is queued."""
         for _ in range(self._num_threads):
-            self._queue.put(None)
+            self._turns.put(False)
 
     def _run(self) -> None:
-        while (run := self._queue.get()) is not None:
-            run()
+        while self._turns.get():
+            self._next()()
+
+    def _next(self) -> Callable[[], None]:
+        """What was queued first among the urgent, or among the others when those have waited long enough."""
+        order = [self._urgent, self._others]
+        if self._num_urgent_in_a_row >= MAX_URGENT_IN_A_ROW:
+            order.reverse()
+        for queue in itertools.cycle(order):  # there is one for every turn, though another thread may get there first
+            with suppress(IndexError):
+                run = queue.popleft()
+                # a race costs one turn
+                self._num_urgent_in_a_row = self._num_urgent_in_a_row + 1 if queue is self._urgent else 0
+                return run
+        raise AssertionError("a cycle does not end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +156,7 @@ class Lane:
         """Count the ticket and hand it to the executor."""
         self.in_flight.add(ticket)
         self.bytes_in_flight += ticket.num_bytes
-        self._executor.submit(run)
+        self._executor.submit(run, urgent=ticket.urgent)
 
     def end(self, ticket: Ticket) -> None:
         """The ticket has returned."""

@@ -4,6 +4,7 @@ One thread owns a store. Nothing in it waits but ``drain``, ``wait`` and ``close
 and their results are applied by ``poll``. Deadlines are absolute, on the store's clock (``time.monotonic``).
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -40,7 +41,11 @@ from kvstore.tiers.memory import MemoryTier, Region
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 from kvstore.upkeep import Upkeep
 
+log = logging.getLogger(__name__)
+
 SWEEP_INTERVAL_S = 1.0
+UNUSED_REQUESTS = 100
+"""After so many it is said if nothing was ever stored."""
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_PATIENCE_S = 2.0
 """How long ``close`` waits for a copy to return while none does: what hangs is left behind."""
@@ -162,6 +167,7 @@ class Store:
         ns = self._namespace_of(chain)
         self.stats.inc("kvstore_requests_total", 1)
         self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
+        self._warn_if_unused()
         if ns is None:
             return 0
         self._count_hits(ns, chain)
@@ -420,6 +426,17 @@ class Store:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
         if ns is not None:
             self._copydown.offer_victim(ns, slot)
+
+    def _warn_if_unused(self) -> None:
+        if self.stats.get("kvstore_requests_total") != UNUSED_REQUESTS:
+            return
+        copied = self.stats.snapshot()["kvstore_copies_total"]
+        if not self.stats.get("kvstore_stored_blocks_total") and not any("write" in labels for labels in copied):
+            log.warning(
+                "%d requests have arrived and nobody tried to store a block: prompts are shorter than a block, or the"
+                " engine's side does not store; see its log and its role",
+                UNUSED_REQUESTS,
+            )
 
     def _count_hits(self, ns: Namespace, chain: Sequence[BlockKey]) -> None:
         hits = found_by_level(self._levels, ns, chain, 0, self._copies.oldest_unix_s(ns))

@@ -144,7 +144,7 @@ class PolicyContract:
 class AtOnce:
     """An executor without a thread."""
 
-    def submit(self, run: Callable[[], None]) -> None:
+    def submit(self, run: Callable[[], None], *, urgent: bool = False) -> None:
         run()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ class StepExecutor:
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
 
-    def submit(self, run: Callable[[], None]) -> None:
+    def submit(self, run: Callable[[], None], *, urgent: bool = False) -> None:
         """Keep it for a later ``step``."""
         self._waiting.append(run)
 

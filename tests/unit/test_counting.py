@@ -113,3 +113,15 @@ def test_copies_are_timed() -> None:
         w.put(w.chain(1))
         w.settle()
         assert counted(w, "kvstore_copy_seconds_total", "file") == 0.25
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_a_store_that_nobody_stores_to_says_so_once(stores: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """UX-019: a set-up that looks well and does nothing."""
+    with world(4) as w:
+        if stores:
+            w.put(w.chain(1))
+        for _ in range(250):
+            w.store.arrive(REQUEST, w.chain(1, first_token=100))
+    warnings = [record.getMessage() for record in caplog.records if "nobody tried to store" in record.getMessage()]
+    assert len(warnings) == (0 if stores else 1)

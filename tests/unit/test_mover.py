@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from threading import Event
+from threading import Event, Semaphore
 
 import pytest
 
@@ -170,6 +170,48 @@ def test_threads_run_copies_and_a_stuck_one_holds_nobody_up() -> None:
     while len(finished) < 2:
         mover.wait(1.0)
         mover.poll()
+
+
+def test_what_somebody_waits_for_goes_first_and_the_rest_is_not_starved() -> None:
+    """PF-025: a prefetch does not queue behind all that is being copied down."""
+    executor = ThreadExecutor("test", 1)
+    started, go_on, over = Event(), Event(), Event()
+    ran: list[str] = []
+
+    def block() -> None:
+        started.set()
+        go_on.wait(60)
+
+    executor.submit(block)
+    assert started.wait(60)
+    for number in range(3):
+        executor.submit(partial(ran.append, f"write {number}"))
+    for number in range(5):
+        executor.submit(partial(ran.append, f"read {number}"), urgent=True)
+    executor.submit(over.set)
+    go_on.set()
+    assert over.wait(60)
+    executor.close()
+    assert ran == [
+        *("read 0", "read 1", "read 2", "write 0", "read 3", "read 4"),
+        *("write 1", "write 2"),
+    ]
+
+
+def test_every_turn_is_taken_once_however_many_threads_there_are() -> None:
+    executor = ThreadExecutor("test", 8)
+    left = Semaphore(0)
+    ran: list[int] = []
+    for number in range(5000):
+        executor.submit(partial(_note, ran, number, left), urgent=number % 3 != 0)
+    assert all(left.acquire(timeout=60) for _ in range(5000))
+    executor.close()
+    assert sorted(ran) == list(range(5000))
+
+
+def _note(ran: list[int], number: int, left: Semaphore) -> None:
+    ran.append(number)
+    left.release()
 
 
 def _append(finished: list[str], name: str, _: list[Outcome]) -> None:
