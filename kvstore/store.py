@@ -4,17 +4,17 @@ One thread owns a store. Nothing in it waits but ``drain``, ``wait`` and ``close
 and their results are applied by ``poll``. Deadlines are absolute, on the store's clock (``time.monotonic``).
 """
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from kvstore.arrivals import count_hits, count_request
 from kvstore.breaker import BreakerState
 from kvstore.clearing import Clearing
 from kvstore.config import Config
 from kvstore.copies import Copies
 from kvstore.copydown import CopyDown
 from kvstore.deadline import bounded
-from kvstore.discovery import Discoveries, found_by_level, found_in
+from kvstore.discovery import Discoveries, found_in
 from kvstore.errors import ClosedError, ConfigError, LayoutError
 from kvstore.gauges import set_gauges
 from kvstore.hashing import Identity
@@ -41,11 +41,7 @@ from kvstore.tiers.memory import MemoryTier, Region
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
 from kvstore.upkeep import Upkeep
 
-log = logging.getLogger(__name__)
-
 SWEEP_INTERVAL_S = 1.0
-UNUSED_REQUESTS = 100
-"""After so many it is said if nothing was ever stored."""
 CLOSE_TIMEOUT_S = 10.0
 CLOSE_PATIENCE_S = 2.0
 """How long ``close`` waits for a copy to return while none does: what hangs is left behind."""
@@ -165,12 +161,10 @@ class Store:
         """
         self._require_open()
         ns = self._namespace_of(chain)
-        self.stats.inc("kvstore_requests_total", 1)
-        self.stats.inc("kvstore_request_tokens_total", request.input_tokens)
-        self._warn_if_unused()
+        count_request(self.stats, request)
         if ns is None:
             return 0
-        self._count_hits(ns, chain)
+        count_hits(self.stats, self._levels, ns, chain, self._copies.oldest_unix_s(ns))
         if self._recording is not None:
             self._recording.arrive(request, chain, ns.layout.tokens_per_block)
         worth = [level.pool(ns.fingerprint).arrive(request, chain) for level in self.slot_levels]
@@ -426,23 +420,6 @@ class Store:
         ns = self._namespaces.get(key[:NAMESPACE_DIGEST_BYTES])
         if ns is not None:
             self._copydown.offer_victim(ns, slot)
-
-    def _warn_if_unused(self) -> None:
-        if self.stats.get("kvstore_requests_total") != UNUSED_REQUESTS:
-            return
-        copied = self.stats.snapshot()["kvstore_copies_total"]
-        if not self.stats.get("kvstore_stored_blocks_total") and not any("write" in labels for labels in copied):
-            log.warning(
-                "%d requests have arrived and nobody tried to store a block: prompts are shorter than a block, or the"
-                " engine's side does not store; see its log and its role",
-                UNUSED_REQUESTS,
-            )
-
-    def _count_hits(self, ns: Namespace, chain: Sequence[BlockKey]) -> None:
-        hits = found_by_level(self._levels, ns, chain, 0, self._copies.oldest_unix_s(ns))
-        for level, num_blocks in zip(self._levels, hits, strict=True):
-            self.stats.inc("kvstore_hit_blocks_total", num_blocks, level.name)
-            self.stats.inc("kvstore_hit_tokens_total", num_blocks * ns.layout.tokens_per_block, level.name)
 
     def _on_stored(self, ns: Namespace, keys: Sequence[BlockKey]) -> None:
         """Lent blocks are in RAM: they are copied down like any other."""
