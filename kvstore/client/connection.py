@@ -48,6 +48,9 @@ class Connection:
         self._connected = threading.Event()
         self._opening: Session | None = None
         self._reader = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
+
+    def start(self) -> None:
+        """Begin to get in touch: from now on ``open_session`` may be called."""
         self._reader.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
@@ -73,6 +76,7 @@ class Connection:
             except (OSError, WireError, grpc.RpcError) as error:
                 if pause_s == FIRST_PAUSE_S:  # once for each time that it is lost
                     _log.warning("no sidecar at %s: %s; every call is a miss meanwhile", self._path, reason(error))
+                error.__traceback__ = None  # a cycle, which would keep the stream
             except Exception:  # noqa: BLE001 - the edge of this thread: a bug costs misses, and not every call from now on
                 _log.exception("a bug ended the connection to the sidecar at %s; it is opened anew", self._path)
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
@@ -100,6 +104,7 @@ class Connection:
             finally:
                 self._connected.clear()
                 session.end()
+                session.forget_stream()
 
     def _read(self, session: Session) -> None:
         try:
@@ -107,6 +112,7 @@ class Connection:
         except grpc.RpcError as error:
             if not self._closing.is_set():
                 _log.warning("lost the sidecar at %s: %s", self._path, reason(error))
+            error.__traceback__ = None  # a cycle, which would keep the stream
 
 
 def reason(error: Exception) -> str:

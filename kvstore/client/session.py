@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
+from typing import Any
 
 import grpc
 
@@ -78,7 +79,7 @@ class Session:
         self._inbox = inbox
         self._pongs_s: dict[int, float] = {}
         self._outbox.put(api.SessionRequest(register=register))
-        self._replies = KVStoreStub(channel).Session(iter(self._outbox.get, None))
+        self._replies: Any = KVStoreStub(channel).Session(iter(self._outbox.get, None))
 
     # ---- the reader thread
 
@@ -106,10 +107,19 @@ class Session:
         """The stream is over, whoever ended it. Any thread; may be called again."""
         self.is_over = True
         self._outbox.put(None)
-        self._replies.cancel()
+        replies = self._replies
+        if replies is not None:
+            replies.cancel()
         while self._calls:
             _, call = self._calls.popitem()
             self._settle(call, None)
+
+    def forget_stream(self) -> None:
+        """After ``end``, in the reader thread: let go of the stream while threads still run.
+
+        Its destructor takes a lock, which at the interpreter's exit may be held by a thread that does not run any more.
+        """
+        self._replies = None
 
     def _answer(self, ping: api.Ping) -> None:
         now_s = time.monotonic()

@@ -88,6 +88,7 @@ class StoreClient:
         self._connection = Connection(
             path or machine.default_socket(), token, name or f"process {os.getpid()}", self._inbox, self._reopen
         )
+        self._connection.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Sleep until the sidecar is there, at most ``timeout_s``; whether it is. Nobody has to."""
