@@ -1,6 +1,8 @@
 """The sidecar as a process: who may use it, what it says of itself, how it ends, and clients that find it gone."""
 
+import grp
 import itertools
+import os
 import random
 import signal
 import socket
@@ -30,6 +32,8 @@ from kvstore.lease import Lookup
 from kvstore.testing.sidecar import Sidecar, eventually
 from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
+
+NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,31 @@ def test_only_its_own_user_can_reach_it(served: Sidecar) -> None:
     assert stat.S_IMODE(served.socket.parent.stat().st_mode) == 0o700
     for path in (served.socket, arena_socket(served.socket), admin_socket(served.socket)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_members_of_its_group_can_reach_it_and_nobody_else() -> None:
+    group = next(group for group in grp.getgrall() if group.gr_gid not in (0, NOBODY))
+    with Sidecar(SERVER_SOCKET_MODE="0660", SERVER_SOCKET_GROUP=group.gr_name) as served:
+        served.socket.parent.chmod(0o755)  # the test's own, made for root alone
+        paths = [served.socket, arena_socket(served.socket), admin_socket(served.socket)]
+        assert [can_reach(path, group.gr_gid) for path in paths] == [True, True, False]
+        assert [can_reach(path, NOBODY) for path in paths] == [False, False, False]
+
+
+def can_reach(path: Path, group: int) -> bool:
+    """Whether a process of another user, in ``group`` alone, can connect."""
+    program = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[3]))
+socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+"""
+    command = [sys.executable, "-c", program, str(path), str(group), str(NOBODY)]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert result.returncode == 0 or "PermissionError" in result.stderr, result.stderr
+    return result.returncode == 0
 
 
 def test_a_second_sidecar_at_the_same_place_is_refused(served: Sidecar) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvstore.client.store_client import StoreClient
 from kvstore.namespace import Namespace
 from kvstore.testing.sidecar import Sidecar, eventually
-from kvstore.testing.valkey import ValkeyServer, sees_all_slots, valkey_cluster, wait_until
+from kvstore.testing.valkey import ValkeyServer, free_port, sees_all_slots, valkey_cluster, wait_until
 from kvstore.tiers.redis_topology import key_slot
 from kvstore.tiers.redis_value import name
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, get, put
@@ -102,3 +102,29 @@ def test_a_server_that_dies_costs_its_blocks_until_it_is_back(
         return all(found(engines[1]))
 
     eventually(is_whole)
+
+
+def test_after_a_failover_blocks_are_found_at_the_replica(
+    hosts: tuple[Sidecar, Sidecar], servers: list[ValkeyServer], engines: tuple[StoreClient, StoreClient]
+) -> None:
+    bus_port = free_port()
+    settings = {"cluster_enabled": "yes", "cluster_node_timeout": "2000", "repl_diskless_sync_delay": "0"}
+    with ValkeyServer(cluster_port=str(bus_port), **settings) as replica:
+        primary_id = str(servers[1].command("CLUSTER", "MYID"), "ascii")
+        servers[1].command("CLUSTER", "MEET", "127.0.0.1", replica.port, bus_port)
+        wait_until(lambda: primary_id.encode() in bytes(replica.command("CLUSTER", "NODES")), "them to meet")
+        replica.command("CLUSTER", "REPLICATE", primary_id)
+        wait_until(lambda: b"master_link_status:up" in bytes(replica.command("INFO", "replication")), "the replica")
+
+        store_again(engines[0])  # what is on the servers already is not sent again
+        engines[1].evict(10**6)
+        eventually(lambda: all(found(engines[1])))
+        num_copies = int(servers[1].command("DBSIZE"))
+        assert num_copies > 0
+        wait_until(lambda: int(replica.command("DBSIZE")) == num_copies, "the replica to be in step")
+        servers[1].kill()
+        replica.command("CLUSTER", "FAILOVER", "TAKEOVER")
+        engines[1].evict(10**6)
+        eventually(lambda: all(found(engines[1])))
+        assert hosts[1].metric("kvstore_pinned_blocks", "memory") == 0
+        servers[1].start()
