@@ -1,5 +1,7 @@
 """What the store promises of each call, over fakes. Real tiers: tests/integration/test_store.py."""
 
+import sys
+
 import pytest
 
 from kvstore.errors import ClosedError, ConfigError, LayoutError, LeaseError
@@ -369,3 +371,27 @@ def test_a_chain_of_a_namespace_nobody_opened_is_a_miss() -> None:
         assert w.store.lookup(stranger).found == 0
         assert w.store.pin(stranger).num_blocks == 0
         assert w.store.prefetch(stranger, w.clock() + 1).done
+
+
+def test_a_step_with_nothing_to_do_costs_the_same_whatever_the_store_holds() -> None:
+    """PF-010."""
+
+    def calls_of_a_poll(num_blocks: int) -> int:
+        with world(128, file=128) as w:
+            w.put(w.chain(num_blocks))
+            w.settle()
+            w.store.poll()
+            calls = 0
+
+            def count(_frame: object, event: str, _arg: object) -> None:
+                nonlocal calls
+                calls += event in ("call", "c_call")
+
+            sys.setprofile(count)
+            try:
+                w.store.poll()
+            finally:
+                sys.setprofile(None)
+            return calls
+
+    assert calls_of_a_poll(2) == calls_of_a_poll(100) < 100
