@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterator
 
 from kvstore.replay.simulator import Result, Tally
-from kvstore.replay.trace import Trace
+from kvstore.replay.trace import Trace, known_prefixes
 
 NEVER = 1 << 62
 
@@ -16,11 +16,7 @@ NEVER = 1 << 62
 def replay_infinite(trace: Trace) -> Result:
     """Nothing ever leaves."""
     tally = Tally(trace)
-    num_seen = 0
-    for request in trace.requests:
-        # Blocks are numbered as they appear: the seen ones are those below what has been counted.
-        num_hit = next((depth for depth, block in enumerate(request.chain) if block >= num_seen), len(request.chain))
-        num_seen += len(request.chain) - num_hit
+    for request, num_hit in known_prefixes(trace):
         tally.count(request, num_hit, len(request.chain) - num_hit)
     return tally.result()
 

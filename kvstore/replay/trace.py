@@ -62,6 +62,16 @@ class Trace:
         return min(num_hit_blocks * self.tokens_per_block, request.input_tokens)
 
 
+def known_prefixes(trace: Trace) -> Iterator[tuple[TraceRequest, int]]:
+    """Each request, and how many leading blocks of it some earlier request had: there it parts from all before it."""
+    num_seen = 0
+    for request in trace.requests:
+        # Blocks are numbered as they appear: the seen ones are those below what has been counted.
+        num_known = next((depth for depth, block in enumerate(request.chain) if block >= num_seen), len(request.chain))
+        num_seen += len(request.chain) - num_known
+        yield request, num_known
+
+
 class BlockNumbers:
     """Numbers blocks by what they hold and what precedes them, as a store does.
 

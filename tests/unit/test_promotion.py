@@ -146,6 +146,21 @@ def test_a_new_host_finds_what_another_stored() -> None:
         w.assert_idle()
 
 
+def test_what_is_nowhere_costs_no_slot_and_no_block_its_place() -> None:
+    """PF-011: neither tables nor a server that is asked let RAM make room for blocks that do not come."""
+    for shared in (None, DictSharedTier()):
+        with world(4, file=8, shared=shared) as w:
+            w.put(w.chain(4))
+            w.settle()
+            prefetch = w.store.prefetch(w.chain(4, first_token=100), w.clock() + 1.0)
+            assert prefetch.done == (shared is None)
+            assert w.store.lookup(w.chain(4)).ready == 4
+            w.settle()
+            assert prefetch.done
+            assert w.store.lookup(w.chain(4)).ready == 4
+            w.assert_idle()
+
+
 def test_a_hint_that_proves_wrong_is_a_plain_miss() -> None:
     shared = DictSharedTier()
     with world(4, shared=shared) as w:

@@ -1,6 +1,7 @@
 """The simulator and the bounds: small cases by hand, and the published numbers on the published traces."""
 
 import gzip
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvstore.replay.formats import read_trace
 from kvstore.replay.runs import all_runs, run_of
 from kvstore.replay.simulator import replay
 from kvstore.replay.trace import BlockNumbers, Trace, TraceRequest
+from kvstore.testing.traces import made_up_trace
 
 TRACES = Path(__file__).parents[2] / "bench" / "traces"
 FILES = {
@@ -42,6 +44,15 @@ def test_a_hit_is_the_longest_resident_prefix() -> None:
     result = replay(trace_of("abc", "abd", "abc"), LRU(), 10)
     assert result.token_hit_rate == (0 + 2 + 3) / 9
     assert result.blocks_written_per_referenced == 4 / 9
+
+
+@pytest.mark.parametrize("policy", ["hix", "lru", "arc", "lecar", "belady"])
+def test_every_replay_starts_cold_and_finds_the_same(policy: str) -> None:
+    """BN-004, BN-005: nothing is left of the one before, and nothing is drawn anew."""
+    trace, run = made_up_trace(120), all_runs()[policy]
+    assert run(trace, 60) == run(trace, 60)
+    first = replace(trace, requests=list(trace.requests)[:1])
+    assert run(first, 60).hit_tokens == 0
 
 
 def test_the_cache_holds_no_more_than_its_capacity() -> None:

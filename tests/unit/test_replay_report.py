@@ -22,6 +22,7 @@ from kvstore.replay.simulator import Result
 from kvstore.replay.tiered import Fleet, replay_tiered
 from kvstore.replay.trace import Trace
 from kvstore.testing.traces import made_up_trace
+from tests.unit.test_replay import trace_of
 
 ORIGIN = Origin("1.2.3", "1 May 2031", "kvstore replay a <b>")
 PUBLISHED = ("arc", "fifo", "lfu", "lirs", "sieve")
@@ -96,6 +97,19 @@ def test_a_page_needs_nothing_else_and_names_what_it_shows() -> None:
     assert "kvstore replay a <b>" in elements.texts["code"]
     assert "a note" in elements.texts["span"]
     assert text.count("<figure>") == 8
+
+
+def test_the_page_says_where_prompts_part() -> None:
+    """BN-010: a template that changes the head of every prompt is seen, and not taken for a policy that fails."""
+    parts = {
+        "abc abd abc": ("33%", 20),
+        "xbc ybc zbc": ("100%", 0),
+    }
+    for chains, (share, num_tokens) in parts.items():
+        rows = rows_of(trace_of(*chains.split()), list(REFERENCES))
+        facts = parsed(page(rows, [], ORIGIN)).texts["span"]
+        assert f"{share} of prompts begin like none before" in facts
+        assert f"the median prompt parts from earlier ones after {num_tokens} tokens" in facts
 
 
 def test_the_table_has_every_rate_and_marks_the_best() -> None:

@@ -63,11 +63,24 @@ def test_a_block_is_loaded_from_the_nearest_tier_that_has_it() -> None:
     assert (hits(result), result.declined_tokens) == ({"memory": 30, "file": 0}, 0)
 
 
+def test_what_a_tier_adds_is_told_from_what_engines_have_themselves() -> None:
+    """BN-008: with and without the engine's own cache, with and without the tier."""
+    trace = trace_of("ab", "cd", "ab", "cd")
+    matrix = {(hbm, file): hits(run(trace, {"hbm": hbm, "file": file})) for hbm in (0, ROOM) for file in (0, ROOM)}
+    assert matrix == {
+        (0, 0): {},
+        (0, ROOM): {"file": 40},
+        (ROOM, 0): {"hbm": 40},
+        (ROOM, ROOM): {"hbm": 40, "file": 0},
+    }
+
+
 def test_a_tier_without_room_is_none() -> None:
     assert set(run(trace_of("a"), {"hbm": 0, "memory": 1}).tiers) == {"memory"}
 
 
 def test_a_prefix_is_loaded_as_far_as_that_is_faster() -> None:
+    """BN-007: where a tier does not pay, the replay says so and counts no hit."""
     result = run(trace_of("ab", "cd", "ab"), {"memory": 3, "shared": ROOM})
     assert hits(result) == {"memory": 10, "shared": 0}  # 2 s to load b, 1 s to compute it
     assert result.declined_tokens == 10

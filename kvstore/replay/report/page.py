@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from statistics import median
 from typing import TypeVar
 
 from kvstore.quantity import format_size
@@ -21,7 +22,7 @@ from kvstore.replay.report.figures import (
     writes_chart,
 )
 from kvstore.replay.rows import Row, TieredRow, distribution
-from kvstore.replay.trace import Trace
+from kvstore.replay.trace import Trace, known_prefixes
 
 R = TypeVar("R", Row, TieredRow)
 
@@ -85,10 +86,13 @@ def _head(trace: Trace) -> str:
     for index, request in enumerate(trace.requests):
         tokens += request.input_tokens
         first_s, last_s = request.now_s if index == 0 else first_s, request.now_s
+    known = [trace.hit_tokens(request, num_known) for request, num_known in known_prefixes(trace)] or [0]
     facts = [
         f"{len(trace.requests):,} requests in {(last_s - first_s) / 60:,.0f} minutes",
         f"{tokens / 1e6:,.1f} million tokens",
         f"{trace.num_unique_blocks:,} distinct blocks of {trace.tokens_per_block} tokens",
+        f"{known.count(0) / len(known):.0%} of prompts begin like none before",
+        f"the median prompt parts from earlier ones after {median(known):,.0f} tokens",
         *([trace.note] if trace.note else []),
     ]
     spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
