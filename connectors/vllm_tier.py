@@ -40,7 +40,6 @@ from kvstore.weights import weights_digest
 
 WRITE_TIMEOUT_S = 10.0
 DRAIN_INTERVAL_S = 0.1
-_TELLS_BYTES = "transfer_bytes" in JobResult.__annotations__  # from vLLM 0.31 on
 
 _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its own name
 
@@ -95,8 +94,7 @@ class KVStoreTier(SecondaryTierManager):
         **tables: Any,
     ) -> None:
         """``tables`` are those of the store's configuration file. Raises ``KVStoreError`` for what cannot be used."""
-        more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         logging.getLogger("kvstore").parent = _log
         self.locality = None if locality is None else base.Locality(locality)
         config = config_of(tables)
@@ -215,7 +213,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def _runs_of(self, job: TransferJob) -> list[_Run]:
         """Blocks by group, root first; where vLLM tells no position, nothing is known to follow anything."""
-        position_of = getattr(job.req_context, "get_offload_key_position", lambda _: None)
+        position_of = job.req_context.get_offload_key_position
         chunks = [
             (base.get_offload_group_idx(key), position_of(key), self._ns.key(bytes(key)), self._row(row))
             for key, row in zip(job.keys, _plain(job.chunk_ids), strict=True)
@@ -272,7 +270,7 @@ class KVStoreTier(SecondaryTierManager):
             success=not missed,
             successful_keys=tuple(job.keys[block] for block in job.moved) or None,
             transfer_time=time.monotonic() - job.began_s,
-            **({"transfer_bytes": len(job.moved) * self._row_bytes} if _TELLS_BYTES else {}),
+            transfer_bytes=len(job.moved) * self._row_bytes,
         )
 
 
@@ -311,9 +309,9 @@ def layout_of(config: Any, row_bytes: int) -> Layout:
         "parallel": [
             getattr(config.parallel, name) for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
         ],
-        "replicated": getattr(config, "replicated_layout", False),
-        "canonical": getattr(config, "canonical_layout", False),
-        "order": getattr(config, "kv_cache_layout", None),
+        "replicated": config.replicated_layout,
+        "canonical": config.canonical_layout,
+        "order": config.kv_cache_layout,
         "cpu": "" if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability(),
     }
     return Layout(

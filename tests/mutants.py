@@ -137,6 +137,25 @@ MUTANTS = (
         "stuck: list[Ticket] = []",
     ),
     Mutant(
+        "a prefetch waits in line behind what is copied down",
+        "kvstore/mover.py",
+        "(self._urgent if urgent else self._others).append(run)",
+        "self._others.append(run)",
+    ),
+    Mutant(
+        "copy-down waits for ever behind prefetches",
+        "kvstore/mover.py",
+        "if self._num_urgent_in_a_row >= MAX_URGENT_IN_A_ROW:",
+        "if False:",
+    ),
+    Mutant(
+        "a stream that ended is left to the interpreter's exit",
+        "kvstore/client/stream.py",
+        "error.__traceback__ = None",
+        "pass",
+        ("tests/integration/test_sidecar.py",),
+    ),
+    Mutant(
         "a ticket past its deadline runs all the same",
         "kvstore/mover.py",
         "if began_s >= ticket.deadline_s:",

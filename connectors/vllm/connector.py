@@ -9,6 +9,7 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.plan import Draft, EngineTraits, Planner
 from connectors.vllm import versions
@@ -23,6 +24,7 @@ from connectors.vllm.worker_half import WorkerHalf
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 
+SOURCES = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its own name
@@ -147,11 +149,11 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._scheduler.take(request, pages, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """What is being loaded, by tier. Nobody asks before vLLM 0.32."""
+        """What is being loaded, by tier."""
         tokens_from = self._scheduler.tokens_from(request) if self._scheduler is not None else {}
         sources: dict[Any, int] = {}
         for tier, num_tokens in tokens_from.items():
-            source = versions.hit_source(tier)
+            source = SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
             sources[source] = sources.get(source, 0) + num_tokens
         return sources
 
@@ -295,7 +297,7 @@ def refusals_of(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             reasons.append(f"{name} is {getattr(parallel, name)}: ranks hold different tokens")
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or cache.block_size  # told from vLLM 0.32 on
+    hash_tokens = kv_cache_config.hash_block_size or cache.block_size
     if hash_tokens != cache.block_size:
         reasons.append(f"vLLM hashes blocks of {hash_tokens} tokens, its pages have {cache.block_size}")
     if getattr(cache, "calculate_kv_scales", False):

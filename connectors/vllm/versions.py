@@ -1,7 +1,6 @@
-"""Which releases of vLLM this connector works with, and where they differ."""
+"""Which releases of vLLM this connector works with: its interface and its tensors' layout change between them."""
 
 from collections.abc import Collection
-from typing import Any
 
 from kvstore.errors import ConfigError
 
@@ -32,14 +31,6 @@ def require_supported(version: str, methods: Collection[str]) -> None:
 def is_unknown(version: str) -> bool:
     """Whether it is newer than any that was run."""
     return parse(version) > NEWEST
-
-
-def hit_source(tier: str) -> Any:
-    """What vLLM, from 0.32 on, calls the place that a hit came from."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 - older ones have no such thing
-
-    known = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
-    return known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 def _wanted() -> str:

@@ -8,7 +8,7 @@ import grpc
 
 from kvstore.api.v1 import admin_pb2 as api
 from kvstore.api.v1.admin_pb2_grpc import AdminStub
-from kvstore.client.connection import reason
+from kvstore.client.stream import reason
 from kvstore.errors import SidecarError
 from kvstore.wire import admin_socket
 

@@ -11,6 +11,7 @@ import grpc
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client.session import Inbox, Session
+from kvstore.client.stream import StreamEndedError, reason
 from kvstore.client.tether import Tether
 from kvstore.errors import WireError
 from kvstore.wire import MAX_MESSAGE_BYTES
@@ -73,10 +74,9 @@ class Connection:
             try:
                 self._connect()
                 pause_s = FIRST_PAUSE_S
-            except (OSError, WireError, grpc.RpcError) as error:
+            except (OSError, WireError, StreamEndedError) as error:
                 if pause_s == FIRST_PAUSE_S:  # once for each time that it is lost
                     _log.warning("no sidecar at %s: %s; every call is a miss meanwhile", self._path, reason(error))
-                error.__traceback__ = None  # a cycle, which would keep the stream
             except Exception:  # noqa: BLE001 - the edge of this thread: a bug costs misses, and not every call from now on
                 _log.exception("a bug ended the connection to the sidecar at %s; it is opened anew", self._path)
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
@@ -103,18 +103,11 @@ class Connection:
                 self._read(session)
             finally:
                 self._connected.clear()
-                session.end()
-                session.forget_stream()
+                session.close()
 
     def _read(self, session: Session) -> None:
         try:
             session.read()
-        except grpc.RpcError as error:
+        except StreamEndedError as error:
             if not self._closing.is_set():
                 _log.warning("lost the sidecar at %s: %s", self._path, reason(error))
-            error.__traceback__ = None  # a cycle, which would keep the stream
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in a few words."""
-    return str(error.details()) if isinstance(error, grpc.Call) else str(error) or type(error).__name__

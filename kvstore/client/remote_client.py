@@ -6,12 +6,12 @@ For threads that may wait, such as those of a mover; an engine's own host has ``
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from kvstore.api.v1 import remote_pb2 as api
 from kvstore.api.v1.remote_pb2_grpc import RemoteStoreStub
+from kvstore.client.stream import Stream, StreamEndedError
 from kvstore.deadline import bounded
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.header import checksum
@@ -73,11 +73,11 @@ class RemoteClient:
         """
         views = writable_bytes(ns, chain, buffers)
         request = api.LoadBlocksRequest(of=_of(ns), chain=pack_chain(0, chain))
-        parts = self._stub.LoadBlocks(request, timeout=_left_s(deadline_s), metadata=self._metadata)
+        parts = Stream(self._stub.LoadBlocks(request, timeout=_left_s(deadline_s), metadata=self._metadata))
         try:
             return self._take(ns.layout.block_bytes, parts, views)
         finally:
-            parts.cancel()
+            parts.close()
 
     def store_from(
         self,
@@ -107,7 +107,7 @@ class RemoteClient:
         """Hang up."""
         self._channel.close()
 
-    def _take(self, block_bytes: int, parts: Any, buffers: Sequence[memoryview]) -> int:
+    def _take(self, block_bytes: int, parts: Stream, buffers: Sequence[memoryview]) -> int:
         num_blocks = num_bytes = 0
         try:
             for part in parts:
@@ -121,7 +121,7 @@ class RemoteClient:
                         self._count("checksum")
                         break
                     num_blocks, num_bytes = num_blocks + 1, 0
-        except grpc.RpcError:
+        except StreamEndedError:
             self._count("load")
         return num_blocks
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
-from typing import Any
 
 import grpc
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.api.v1.kvstore_pb2_grpc import KVStoreStub
+from kvstore.client.stream import Stream
 from kvstore.client.tether import Tether
 from kvstore.errors import WireError
 from kvstore.namespace import Namespace
@@ -79,12 +79,12 @@ class Session:
         self._inbox = inbox
         self._pongs_s: dict[int, float] = {}
         self._outbox.put(api.SessionRequest(register=register))
-        self._replies: Any = KVStoreStub(channel).Session(iter(self._outbox.get, None))
+        self._replies = Stream(KVStoreStub(channel).Session(iter(self._outbox.get, None)))
 
     # ---- the reader thread
 
     def register(self) -> api.Registered:
-        """Wait until the session is registered. Raises ``grpc.RpcError`` or ``WireError`` where that does not come."""
+        """Wait until it is registered. Raises ``StreamEndedError`` or ``WireError`` where that does not come."""
         began_s = time.monotonic()
         reply = next(self._replies, None)
         if reply is None:
@@ -95,7 +95,7 @@ class Session:
         return registered
 
     def read(self) -> None:
-        """Take in what comes until the stream ends. Raises ``grpc.RpcError`` when it is cut off."""
+        """Take in what comes until the stream ends. Raises ``StreamEndedError`` when it is cut off."""
         for reply in self._replies:
             self.is_stalled = False
             if reply.HasField("ping"):
@@ -107,19 +107,15 @@ class Session:
         """The stream is over, whoever ended it. Any thread; may be called again."""
         self.is_over = True
         self._outbox.put(None)
-        replies = self._replies
-        if replies is not None:
-            replies.cancel()
+        self._replies.cancel()
         while self._calls:
             _, call = self._calls.popitem()
             self._settle(call, None)
 
-    def forget_stream(self) -> None:
-        """After ``end``, in the reader thread: let go of the stream while threads still run.
-
-        Its destructor takes a lock, which at the interpreter's exit may be held by a thread that does not run any more.
-        """
-        self._replies = None
+    def close(self) -> None:
+        """``end``, and let go of the stream. In the reader thread."""
+        self.end()
+        self._replies.close()
 
     def _answer(self, ping: api.Ping) -> None:
         now_s = time.monotonic()

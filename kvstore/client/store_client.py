@@ -330,7 +330,7 @@ class StoreClient:
         arena = None if session is None else session.tether.arena
         try:
             return arena.view(0, arena.capacity_bytes) if arena is not None and arena.pages_stay else None
-        except ValueError:  # it was unmapped just now, for the sidecar is another one
+        except ValueError:  # it has been unmapped: the client is closed
             return None
 
     # ---- lent buffers

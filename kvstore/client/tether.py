@@ -32,7 +32,7 @@ class Tether:
             connection.sendall(frame(api.Hello(token=token)))
             welcome, fd = _welcome(connection)
             arena = Mapping(fd, welcome.arena_bytes, pages_stay=welcome.pages_stay)
-        except BaseException:
+        except BaseException:  # whatever it is goes on its way, and nobody else would close this
             connection.close()
             raise
         arena.keep_from_children()

@@ -10,7 +10,7 @@ import grpc
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.api.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.client.connection import reason
+from kvstore.client.stream import Stream, StreamEndedError
 from kvstore.errors import SidecarError
 from kvstore.types import BlockKey
 from kvstore.wire import MAX_MESSAGE_BYTES, bearer
@@ -34,13 +34,13 @@ class Watching:
         self._channel = grpc.insecure_channel(f"unix:{path}", options)
         stub: Any = KVStoreStub(self._channel)
         server, last = position
-        self._stream = stub.Watch(api.WatchRequest(server=server, last=last), metadata=bearer(token))
+        self._stream = Stream(stub.Watch(api.WatchRequest(server=server, last=last), metadata=bearer(token)))
 
     def __enter__(self) -> "Watching":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.cancel()
+        self._stream.close()
         self._channel.close()
 
     def changes(self) -> Iterator[api.Changes]:
@@ -49,8 +49,8 @@ class Watching:
             for changes in self._stream:
                 self._apply(changes)
                 yield changes
-        except grpc.RpcError as error:
-            raise SidecarError(f"the sidecar at {self._path} says no more: {reason(error)}; watch it anew") from error
+        except StreamEndedError as error:
+            raise SidecarError(f"the sidecar at {self._path} says no more: {error}; watch it anew") from error
 
     def _apply(self, changes: api.Changes) -> None:
         if changes.is_new_beginning:

@@ -35,6 +35,7 @@ from kvstore.config import Config
 from kvstore.lease import ReadLease, WriteLease
 from kvstore.opening import open_store
 from kvstore.store import Store
+from kvstore.testing.sidecar import eventually
 
 CONFIG = EngineConfig(num_pages=14, max_step_tokens=48)
 ANSWER = SamplingParams(max_tokens=6, stop_ids=())
@@ -172,7 +173,7 @@ def watched(
     device.know(engine.cache.kv, "pages")
     try:
         yield engine, store, device
-        assert sum(library.registered.values()) == len(memory)
+        eventually(lambda: sum(library.registered.values()) == len(memory))  # in a thread of its own
         engine.close()
         device.finish()
         assert not library.registered

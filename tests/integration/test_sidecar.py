@@ -1,5 +1,6 @@
 """The sidecar as a process: who may use it, what it says of itself, how it ends, and clients that find it gone."""
 
+import gc
 import grp
 import itertools
 import os
@@ -26,10 +27,11 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client.admin import Admin
 from kvstore.client.session import Session
 from kvstore.client.store_client import StoreClient
+from kvstore.client.watching import Watching
 from kvstore.errors import LayoutError, SidecarError
 from kvstore.layout import Layout
 from kvstore.lease import Lookup
-from kvstore.testing.sidecar import Sidecar, eventually
+from kvstore.testing.sidecar import Sidecar, eventually, streams
 from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
 
@@ -184,6 +186,50 @@ def test_whatever_ends_a_connection_another_one_is_opened(fault: str, monkeypatc
         ns = client.open_namespace(IDENTITY, LAYOUT)
         put(client, ns, chain_of(ns, 4))
         assert get(client, chain_of(ns, 4)) == 4
+
+
+@pytest.mark.parametrize("how", ["it closes", "the sidecar dies", "it closes at once", "it watches"])
+def test_nothing_of_a_stream_is_left_for_the_interpreters_exit(how: str) -> None:
+    """Its destructor takes a lock, which a thread that the exit has frozen may hold: the process would never end."""
+    before = streams()
+    gc.disable()
+    try:
+        with Sidecar() as served:
+            client = StoreClient(served.socket)
+            if how != "it closes at once":
+                assert client.wait_connected(20.0)
+            if how == "the sidecar dies":
+                served.kill()
+                eventually(lambda: not client.wait_connected(0.0))
+            client.close()
+            if how == "it watches":
+                with Watching(served.socket) as watching:
+                    changes = watching.changes()
+                    next(changes)
+                    served.kill()
+                    with pytest.raises(SidecarError):
+                        list(changes)
+                del changes
+        assert streams() <= before
+    finally:
+        gc.enable()
+
+
+def test_a_session_that_opens_at_once_finds_its_client_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = threading.Thread.start
+
+    def begin_and_let_it_run(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "kvstore-client":
+            time.sleep(0.5)
+
+    with Sidecar() as served:
+        monkeypatch.setattr(threading.Thread, "start", begin_and_let_it_run)
+        with closing(StoreClient(served.socket)) as client:
+            assert client.wait_connected(20.0)
+    assert "a bug" not in caplog.text
 
 
 def test_clients_find_a_restarted_sidecar_and_miss_meanwhile() -> None:

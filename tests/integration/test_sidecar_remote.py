@@ -1,5 +1,6 @@
 """A sidecar as other hosts see it: over TLS, with a token, every byte under a checksum."""
 
+import gc
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from kvstore.header import checksum
 from kvstore.lease import Lookup
 from kvstore.namespace import Namespace
 from kvstore.server.tls import credentials
-from kvstore.testing.sidecar import Sidecar, eventually
+from kvstore.testing.sidecar import Sidecar, eventually, streams
 from kvstore.types import BlockKey
 from kvstore.wire import bearer, pack_chain, pack_identity, pack_layout
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
@@ -193,6 +194,18 @@ def test_without_the_right_token_or_authority_everything_is_a_miss(
         plaintext: Any = RemoteStoreStub(channel)
         with pytest.raises(grpc.RpcError):
             plaintext.FindBlocks(api.FindBlocksRequest(), timeout=1, metadata=bearer(TOKEN))
+
+
+def test_nothing_of_a_load_that_failed_is_left_for_the_interpreters_exit(tls: Tls) -> None:
+    """As for the streams of a session, see test_sidecar.py."""
+    before = streams()
+    gc.disable()
+    try:
+        with closing(RemoteClient(free_address(), token=TOKEN, tls_ca_file=tls.directory / "ca.pem")) as client:
+            assert client.load_into(NS, chain_of(NS, 2), buffers(2), time.monotonic() + 0.2) == 0
+        assert streams() <= before
+    finally:
+        gc.enable()
 
 
 def test_a_dead_host_is_a_miss_in_time(tls: Tls) -> None:

@@ -1,6 +1,6 @@
 """The store as a library, in thirty lines: keep the KV of a prompt, and get it back in another process.
 
-python -m examples.library /tmp/kv    # run it twice: the second time the blocks are there
+python -m examples.embedded build/kv   # run it twice: the second time the blocks are there
 """
 
 import sys
