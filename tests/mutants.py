@@ -323,28 +323,32 @@ MUTANTS = (
 )
 
 
+def passes(suite: tuple[str, ...], folder: Path) -> bool:
+    """Whether every test in ``suite`` does."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=600, check=False).returncode == 0
+
+
 def survives(mutant: Mutant, folder: Path) -> bool:
     """Whether the suite passes with the fault in place."""
     path = folder / mutant.path
     sound = path.read_text()
-    if sound.count(mutant.old) != 1:
-        sys.exit(
-            f"mutant {mutant.name!r} no longer fits {mutant.path}: its text is there {sound.count(mutant.old)} times"
-        )
     path.write_text(sound.replace(mutant.old, mutant.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.suite]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    survived = passes(mutant.suite, folder)
     path.write_text(sound)
-    return done.returncode == 0
+    return survived
 
 
 def main() -> None:
     chosen = [mutant for mutant in MUTANTS if all(word in mutant.path for word in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("kvstore", "gpu_io", "connectors", "tests"):
+        for part in ("kvstore", "gpu_io", "connectors", "bench", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
+        for suite in {mutant.suite for mutant in chosen}:
+            if not passes(suite, folder):
+                sys.exit(f"{', '.join(suite)} fails without any fault, so that it kills nothing")
         survivors = []
         for mutant in chosen:
             survived = survives(mutant, folder)
