@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_io.copier import COPY_TIMEOUT_S, Ticket
+from gpu_io.copy_plan import Shape, groups_of, in_turn
 from gpu_io.pages import PagedKV
 from kvstore.errors import ClosedError, LayoutError
 
@@ -82,11 +83,11 @@ class CpuCopier:
             raise LayoutError(f"the CPU copier cannot reach pages on {kv.device}; copier_for finds one that can")
         self._kv = kv
         self._layers = [layer.view(torch.uint8).numpy() for layer in kv.layers]
-        num_layers = len(kv.layers)
-        step = -(-RUN_BYTES * num_layers // kv.layout.block_bytes) if kv.is_one_run else 1
-        self._steps = [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
-        self._offloads = _Lane("kvstore-offload", num_layers)
-        self._onboards = _Lane("kvstore-onboard", num_layers)
+        self._shape = shape = Shape.of(kv.layout)
+        step = -(-RUN_BYTES // shape.layer_bytes) if kv.is_one_run else 1
+        self._steps = in_turn(shape, groups_of(range(shape.num_layers), step))
+        self._offloads = _Lane("kvstore-offload", shape.num_layers)
+        self._onboards = _Lane("kvstore-onboard", shape.num_layers)
 
     def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
         """Start to copy pages into slots."""
@@ -119,7 +120,7 @@ class CpuCopier:
             for layer in range(len(self._layers)):
                 for in_page, in_block in self._pairs(layer, pages, blocks):
                     np.copyto(in_block, in_page)
-        ticket.advance(len(self._layers))
+        ticket.advance(self._shape.num_layers)
 
     def _onboard(self, slots: Sequence[memoryview], pages: Sequence[int], ticket: CpuTicket) -> None:
         blocks = [np.frombuffer(slot, dtype=np.uint8) for slot in slots]
@@ -131,7 +132,8 @@ class CpuCopier:
             else:
                 for in_page, in_block in self._pairs(step.start, pages, blocks):
                     np.copyto(in_page, in_block)
-            ticket.advance(step.stop)
+            if num_ready := self._shape.num_ready(step):
+                ticket.advance(num_ready)
 
     def _pairs(
         self, layer: int, pages: Sequence[int], blocks: Sequence[NDArray[np.uint8]]

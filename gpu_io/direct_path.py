@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gpu_io.copy_plan import Shape, steps
+from gpu_io.copy_plan import Shape, in_turn, steps
 from gpu_io.direction import Direction
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline_ticket import PipelineTicket
@@ -35,9 +35,11 @@ class DirectPath:
     def onboard(self, to: Direction, ticket: PipelineTicket, pages: Sequence[int], starts: Sequence[int]) -> None:
         """Copy the slots at ``starts`` to ``pages``, some layers of all before the next."""
         to.copies.wait(self._device.compute_fence())
-        for layers in steps(self._shape.num_layers, self._shape.layer_bytes, DIRECT_BYTES):
+        groups = steps(self._shape.num_layers, self._shape.layer_bytes, DIRECT_BYTES)
+        for layers in in_turn(self._shape, groups):
             for page_address, slot_address, num_bytes in self._kv.runs(pages, starts, layers):
                 for offset, size in to.cuts(slot_address, num_bytes):
                     in_slots = host_bytes(slot_address + offset, size)
                     ticket.submit(to.copies, Copy(self._kv.bytes_at(page_address + offset, size), in_slots))
-            ticket.layer_ends.append((layers.stop, to.copies.fence()))
+            if num_ready := self._shape.num_ready(layers):
+                ticket.layer_ends.append((num_ready, to.copies.fence()))

@@ -9,8 +9,12 @@ An engine's KV tensors are described by the names of their axes, outermost first
     "page layer plane token head dim"   one tensor for all layers
 
 Strides are the tensors' own, so views are as good as tensors. Whatever the engine's order, a block's bytes are those of
-``kvstore.layout.Layout``: ``[layer][plane][token][head][dim]``, where page j of a block of k pages has the tokens from
-``j * tokens_per_page`` on.
+``kvstore.layout.Layout``: ``[stripe][layer][plane][token][head][dim]``, where page j of a block of k pages has the
+tokens from ``j * tokens_per_page`` on. Of an engine with several ranks each has pages of its own heads, which are the
+stripes of its ``Layout.part``.
+
+Wherever a copy counts *layers*, it means those of every stripe as they lie in a block: all of the first stripe, then
+all of the next. With one stripe they are the model's.
 """
 
 from collections.abc import Sequence
@@ -34,29 +38,36 @@ _REQUIRED = {"page", "token", "dim"}
 class PagedKV:
     """The pages of one engine, ``num_pages`` of them; a block is ``pages_per_block`` of them.
 
-    ``layers`` are views of the engine's tensors, ``[pages, planes, tokens, heads, dim]`` each, in any strides.
+    ``layers`` are views of the engine's tensors, ``[pages, planes, tokens, heads of a stripe, dim]`` each, in any
+    strides: the layers of each stripe, one stripe after the other.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], axes: str, *, pages_per_block: int = 1) -> None:
-        """Raises ``LayoutError`` for tensors whose bytes cannot be told from ``axes`` or do not lie in place."""
+    def __init__(self, tensors: Sequence[Tensor], axes: str, *, pages_per_block: int = 1, num_stripes: int = 1) -> None:
+        """``num_stripes`` is that of the part of a block that these pages hold.
+
+        Raises ``LayoutError`` for tensors whose bytes cannot be told from ``axes`` or do not lie in place.
+        """
         names = axes.split()
         _require_axes(names, axes)
         _require_tensors(tensors, names, axes)
         if pages_per_block < 1:
             raise LayoutError(f"a block of {pages_per_block} pages is none; pages_per_block must be at least 1")
-        self.layers = _layers(tensors, names)
-        first = self.layers[0]
-        self.device = first.device
-        self.num_pages, self.num_planes, self.tokens_per_page, num_heads, dim = first.shape
+        whole = _layers(tensors, names)
+        self.device = whole[0].device
+        self.num_pages, self.num_planes, self.tokens_per_page, num_heads, dim = whole[0].shape
         self.pages_per_block = pages_per_block
         self.layout = Layout(
-            dtype=str(first.dtype).removeprefix("torch."),
-            num_layers=len(self.layers),
+            dtype=str(whole[0].dtype).removeprefix("torch."),
+            num_layers=len(whole),
             num_heads=num_heads,
             plane_dims=(dim,) * self.num_planes,
             tokens_per_block=self.tokens_per_page * pages_per_block,
+            num_stripes=num_stripes,
         )
-        self.piece_bytes = self.tokens_per_page * num_heads * dim * first.itemsize
+        heads = num_heads // num_stripes
+        self.layers = tuple(layer.narrow(3, stripe * heads, heads) for stripe in range(num_stripes) for layer in whole)
+        first = self.layers[0]
+        self.piece_bytes = self.tokens_per_page * heads * dim * first.itemsize
         """Bytes of a page in one layer and plane."""
         self._page_stride_bytes = first.stride(0) * first.itemsize
         self.is_in_order = _is_in_order(first)

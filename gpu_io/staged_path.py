@@ -66,8 +66,9 @@ class StagedPath:
             for layers in self._scattered_together(part):
                 work = Unpack(self._kv, self._packer, pages[those], table[those], staged, part.layers, layers)
                 ticket.submit(to.kernels, work)
-                if part.blocks.stop == len(starts):
-                    ticket.layer_ends.append((layers.stop, to.kernels.fence()))
+                num_ready = self._shape.num_ready(layers)
+                if num_ready and part.blocks.stop == len(starts):
+                    ticket.layer_ends.append((num_ready, to.kernels.fence()))
             buffer.last_use = to.kernels.fence()
 
     def _table(self, to: Direction, ticket: PipelineTicket, pages: Sequence[int]) -> Tensor:

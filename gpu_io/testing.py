@@ -7,7 +7,9 @@ A subclass named ``Test...`` says how its copier is opened, and on which device.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_size_t, c_uint, c_void_p
+from functools import partial
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,10 @@ IN_ORDER = (
 """Arrangements in which the bytes of a page in one layer and plane are one run."""
 STRIDED = ("page layer plane head token dim", "page plane head token dim", "plane head page token dim")
 MLA = "page token dim"
+BY_STRIPE = "page head layer plane token dim"
+"""A page is one run where each of its heads is a stripe."""
+DEGREES = (1, 2, 4, 8)
+"""Of tensor parallelism."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 NUM_PAGES, NUM_LAYERS, TOKENS_PER_PAGE = 9, 3, 4
 GUARD = 0xAA
@@ -35,28 +41,41 @@ GUARD = 0xAA
 class Pages:
     """An engine's tensors in one arrangement, whose content is also read as [page, layer, plane, token, head, dim].
 
-    It has its own notion of axes, so that a mistake in ``PagedKV`` shows.
+    It has its own notion of axes and of stripes, so that a mistake in ``PagedKV`` shows. Of a model with ``num_heads``
+    it has ``heads``, all by default.
     """
 
-    def __init__(self, axes: str, seed: int, *, dtype: torch.dtype, device: str, pages_per_block: int = 1) -> None:
+    def __init__(
+        self,
+        axes: str,
+        seed: int,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        pages_per_block: int = 1,
+        num_heads: int = 2,
+        heads: slice = slice(None),
+        num_stripes: int = 1,
+    ) -> None:
         self._names = axes.split()
+        self._num_stripes = num_stripes
         num_planes = 2 if "plane" in self._names else 1
-        num_heads = 2 if "head" in self._names else 1
-        shape = (NUM_PAGES, NUM_LAYERS, num_planes, TOKENS_PER_PAGE, num_heads, 8)
+        shape = (NUM_PAGES, NUM_LAYERS, num_planes, TOKENS_PER_PAGE, num_heads if "head" in self._names else 1, 8)
         generator = torch.Generator().manual_seed(seed)
-        content = torch.randint(-100, 100, shape, generator=generator).to(dtype).to(device)
+        content = torch.randint(-100, 100, shape, generator=generator).to(dtype).to(device)[..., heads, :]
         one_by_one = [content] if "layer" in self._names else [content[:, [layer]] for layer in range(NUM_LAYERS)]
         self.tensors = [self._arranged(part) for part in one_by_one]
-        self.kv = PagedKV(self.tensors, axes, pages_per_block=pages_per_block)
+        self.kv = PagedKV(self.tensors, axes, pages_per_block=pages_per_block, num_stripes=num_stripes)
 
     def content(self) -> Tensor:
         """What is in all pages now, on the host."""
         return torch.cat([self._canonical(tensor) for tensor in self.tensors], dim=1).cpu()
 
     def block(self, pages: Sequence[int]) -> bytes:
-        """The bytes that the block in ``pages`` must have: ``[layer][plane][token][head][dim]``."""
+        """The bytes that the block in ``pages`` must have: ``[stripe][layer][plane][token][head][dim]``."""
         tokens = torch.cat([self.content()[page] for page in pages], dim=2)
-        return tokens.contiguous().view(torch.uint8).numpy().tobytes()
+        stripes = tokens.chunk(self._num_stripes, dim=3)
+        return b"".join(stripe.contiguous().view(torch.uint8).numpy().tobytes() for stripe in stripes)
 
     def _full_order(self) -> list[str]:
         return [*self._names, *(name for name in ORDER if name not in self._names)]
@@ -166,11 +185,9 @@ class CopierContract:
         for copier in copiers:
             copier.close()
 
-    def pages(
-        self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, pages_per_block: int = 1
-    ) -> Pages:
-        """Filled pages on the copier's device."""
-        return Pages(axes, seed, dtype=dtype, device=self.device, pages_per_block=pages_per_block)
+    def pages(self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Pages:
+        """Filled pages on the copier's device; ``more`` is as for ``Pages``."""
+        return Pages(axes, seed, dtype=dtype, device=self.device, **more)
 
     def slots(self, kv: PagedKV, num_slots: int, gap_bytes: int = 0) -> Slots:
         """Slots that the copier's device reaches."""
@@ -207,6 +224,48 @@ class CopierContract:
         finish(opened(target.kv).onboard(slots.views, [4, 5, 6, 0]))
         assert target.block([4, 5, 6, 0]) == source.block([8, 1, 2, 3])
 
+    @pytest.mark.parametrize("degree", DEGREES)
+    @pytest.mark.parametrize(
+        ("written", "read", "num_heads", "dtype"),
+        [
+            (IN_ORDER[0], STRIDED[0], 8, torch.bfloat16),
+            (STRIDED[1], IN_ORDER[3], 16, torch.float32),
+            (BY_STRIPE, IN_ORDER[1], 8, torch.float8_e4m3fn),
+            (STRIDED[2], BY_STRIPE, 24, torch.bfloat16),
+        ],
+    )
+    def test_what_ranks_of_one_degree_wrote_those_of_another_read_exactly(
+        self,
+        opened: Callable[[PagedKV], Copier],
+        degree: int,
+        written: str,
+        read: str,
+        num_heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Each rank has pages of its own heads, and of every block its stripes."""
+
+        def ranks(degree: int, axes: str, seed: int) -> Iterator[tuple[slice, Pages, list[memoryview]]]:
+            for rank in range(degree):
+                heads = slice(rank * num_heads // degree, (rank + 1) * num_heads // degree)
+                pages = self.pages(axes, seed, heads=heads, num_stripes=DEGREES[-1] // degree, **model)
+                assert pages.kv.layout == layout.part(degree)
+                yield heads, pages, [view[layout.bytes_of(rank, degree)] for view in slots.views]
+
+        model: dict[str, Any] = {"dtype": dtype, "num_heads": num_heads, "pages_per_block": 2}
+        whole = self.pages(written, 1, num_stripes=DEGREES[-1], **model)
+        layout, slots = whole.kv.layout, self.slots(whole.kv, 2, 64)
+        for _, source, parts in ranks(degree, written, 1):
+            finish(opened(source.kv).offload([7, 2, 3, 5], parts))
+        assert [bytes(view) for view in slots.views] == [whole.block([7, 2]), whole.block([3, 5])]
+        assert slots.guards() <= {GUARD}
+        for other in DEGREES:
+            for heads, target, parts in ranks(other, read, 2):
+                expected = target.content()
+                expected[[1, 0, 4, 8]] = whole.content()[[7, 2, 3, 5]][..., heads, :]
+                finish(opened(target.kv).onboard(parts, [1, 0, 4, 8]))
+                assert target.content().view(torch.uint8).equal(expected.view(torch.uint8))
+
     @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
     def test_an_onboard_touches_no_other_page(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
         engine = self.pages(axes)
@@ -217,19 +276,26 @@ class CopierContract:
         assert engine.content()[others].view(torch.uint8).equal(before[others].view(torch.uint8))
         assert engine.block([3]) + engine.block([5]) == bytes(slots.memory)
 
-    @pytest.mark.parametrize("axes", [IN_ORDER[0], IN_ORDER[3], STRIDED[0]])
-    def test_compute_after_wait_layer_finds_the_layer(self, opened: Callable[[PagedKV], Copier], axes: str) -> None:
-        source, target = self.pages(axes, 1), self.pages(axes, 2)
+    @pytest.mark.parametrize(
+        ("axes", "num_stripes"),
+        [(IN_ORDER[0], 1), (IN_ORDER[3], 1), (STRIDED[0], 1), (BY_STRIPE, 2), (STRIDED[0], 2)],
+    )
+    def test_compute_after_wait_layer_finds_the_layer(
+        self, opened: Callable[[PagedKV], Copier], axes: str, num_stripes: int
+    ) -> None:
+        source = self.pages(axes, 1, num_stripes=num_stripes)
+        target = self.pages(axes, 2, num_stripes=num_stripes)
         slots = self.slots(source.kv, NUM_PAGES)
         finish(opened(source.kv).offload(range(NUM_PAGES), slots.views))
         ticket = started(opened(target.kv).onboard(slots.views, range(NUM_PAGES)))
         seen = []
         for layer in range(NUM_LAYERS):
             ticket.wait_layer(layer)
-            seen.append(self.computed(target.kv.layers[layer].clone))
+            stripes = target.kv.layers[layer::NUM_LAYERS]
+            seen.append(self.computed(partial(torch.cat, stripes, dim=3)))
         finish(ticket)
         for layer, copied in enumerate(seen):
-            assert copied.cpu().equal(source.kv.layers[layer].cpu())
+            assert copied.cpu().equal(source.content()[:, layer])
 
     def test_whatever_memory_is_given_to_reach_the_bytes_are_the_same(
         self, opened: Callable[[PagedKV], Copier]

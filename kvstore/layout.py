@@ -1,7 +1,7 @@
 """The exact shape of a block's bytes, and its fingerprint. Pure."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -33,13 +33,14 @@ def slot_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of one block: ``[layer][plane][token][head][dim]``, contiguous, little-endian, no padding.
+    """Bytes of one block: ``[stripe][layer][plane][token][head][dim]``, contiguous, little-endian, no padding.
 
     ``plane_dims`` is the content per token and head of each plane: ``(head_dim, head_dim)`` for K and V,
     ``(latent_dim,)`` with ``num_heads=1`` for MLA. ``num_heads`` counts KV heads of the whole model.
     ``quantisation`` names a scheme and its scales. ``engine_format`` is set where an engine's pages are opaque
-    (packed for an instruction set); such blocks never match those of another engine. Raises ``LayoutError`` for what
-    can be no block.
+    (packed for an instruction set); such blocks never match those of another engine. Each of ``num_stripes`` has as
+    many heads, in their order, so that ranks of every degree that divides ``num_stripes`` share the same blocks. Raises
+    ``LayoutError`` for what can be no block.
     """
 
     dtype: str
@@ -49,11 +50,12 @@ class Layout:
     tokens_per_block: int
     quantisation: str = ""
     engine_format: str = ""
+    num_stripes: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE_BYTES:
             raise LayoutError(f"layout dtype {self.dtype!r} is not known; use one of {', '.join(ITEMSIZE_BYTES)}")
-        for name in ("num_layers", "num_heads", "tokens_per_block"):
+        for name in ("num_layers", "num_heads", "tokens_per_block", "num_stripes"):
             _require_count(f"layout {name}", getattr(self, name))
         if not isinstance(self.plane_dims, tuple) or not self.plane_dims:
             raise LayoutError(f"layout plane_dims is {self.plane_dims!r}; give (head_dim, head_dim) for K and V")
@@ -61,6 +63,12 @@ class Layout:
             _require_count("layout plane_dims: a plane's elements", dim)
         if not (isinstance(self.quantisation, str) and isinstance(self.engine_format, str)):
             raise LayoutError("layout quantisation and engine_format are texts; leave out what there is none of")
+        if self.num_heads % self.num_stripes:
+            raise LayoutError(f"{self.num_heads} heads do not make {self.num_stripes} stripes of as many heads each")
+        if self.num_stripes > 1 and (self.quantisation or self.engine_format):
+            raise LayoutError(
+                "only bytes as they are make stripes: nobody knows whose heads scales or packed bytes are"
+            )
 
     @cached_property
     def token_bytes(self) -> int:
@@ -72,10 +80,28 @@ class Layout:
         """Bytes of one block."""
         return self.token_bytes * self.tokens_per_block
 
+    def part(self, num_ranks: int) -> "Layout":
+        """Of what one of ``num_ranks`` tensor-parallel ranks has of a block: whole stripes, and so one run of bytes.
+
+        Raises ``LayoutError`` where the ranks' heads are not whole stripes: they cannot write or read such blocks.
+        """
+        if num_ranks < 1 or self.num_stripes % num_ranks:
+            raise LayoutError(
+                f"blocks of {self.num_stripes} stripes cannot be shared by {num_ranks} ranks; to them they are a miss"
+            )
+        return replace(self, num_heads=self.num_heads // num_ranks, num_stripes=self.num_stripes // num_ranks)
+
+    def bytes_of(self, rank: int, num_ranks: int) -> slice:
+        """Where in a block the ``part`` of ``rank`` lies. Raises ``LayoutError`` as ``part`` does."""
+        num_bytes = self.part(num_ranks).block_bytes
+        if not 0 <= rank < num_ranks:
+            raise LayoutError(f"there is no rank {rank} of {num_ranks}")
+        return slice(rank * num_bytes, (rank + 1) * num_bytes)
+
     @cached_property
     def fingerprint(self) -> bytes:
         """16-byte digest over every field; two layouts share it only if their bytes mean the same."""
-        parts = (
+        parts = [
             self.dtype.encode(),
             self.num_layers.to_bytes(4, "little"),
             self.num_heads.to_bytes(4, "little"),
@@ -83,7 +109,9 @@ class Layout:
             self.tokens_per_block.to_bytes(4, "little"),
             self.quantisation.encode(),
             self.engine_format.encode(),
-        )
+        ]
+        if self.num_stripes > 1:  # of one, as before there were stripes
+            parts.append(self.num_stripes.to_bytes(4, "little"))
         framed = _FORMAT + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hashlib.sha256(framed).digest()[:FINGERPRINT_BYTES]
 

@@ -84,6 +84,7 @@ def pack_layout(layout: Layout) -> api.Layout:
         tokens_per_block=layout.tokens_per_block,
         quantisation=layout.quantisation,
         engine_format=layout.engine_format,
+        num_stripes=layout.num_stripes,
     )
 
 
@@ -97,6 +98,7 @@ def unpack_layout(message: api.Layout) -> Layout:
         tokens_per_block=message.tokens_per_block,
         quantisation=message.quantisation,
         engine_format=message.engine_format,
+        num_stripes=message.num_stripes or 1,
     )
 
 

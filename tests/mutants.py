@@ -29,6 +29,20 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "every rank has the heads of the first one",
+        "kvstore/layout.py",
+        "return slice(rank * num_bytes, (rank + 1) * num_bytes)",
+        "return slice(0, num_bytes)",
+        ("tests/unit/test_layout.py",),
+    ),
+    Mutant(
+        "a layer counts as there when its first stripe is",
+        "gpu_io/copy_plan.py",
+        "return max(0, layers.stop - (self.num_stripes - 1) * self.num_layers)",
+        "return min(layers.stop, self.num_layers)",
+        ("tests/unit/test_copy_plan.py",),
+    ),
+    Mutant(
         "a pinned block may be evicted",
         "kvstore/pool.py",
         "if slot in self._pins or self._children[slot]:",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +63,8 @@ class SimulatedContract(CopierContract):
     def open(self, kv: PagedKV) -> Copier:
         return PipelineCopier(kv, self.device_bytes, TorchPacker(kv))
 
-    def pages(
-        self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, pages_per_block: int = 1
-    ) -> Pages:
-        engine = super().pages(axes, seed, dtype=dtype, pages_per_block=pages_per_block)
+    def pages(self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Pages:
+        engine = super().pages(axes, seed, dtype=dtype, **more)
         for tensor in engine.tensors:
             self.device_bytes.know(tensor, "pages")
         return engine

@@ -13,22 +13,55 @@ def cells(parts: list[Part]) -> list[tuple[int, int]]:
 
 @given(
     num_layers=st.integers(1, 9),
+    num_stripes=st.integers(1, 4),
     layer_bytes=st.integers(1, 50),
     num_blocks=st.integers(0, 9),
     buffer_layers=st.integers(1, 100),
     least_bytes=st.integers(1, 200),
 )
 def test_parts_cover_every_layer_of_every_block_once_and_fit(
-    num_layers: int, layer_bytes: int, num_blocks: int, buffer_layers: int, least_bytes: int
+    num_layers: int, num_stripes: int, layer_bytes: int, num_blocks: int, buffer_layers: int, least_bytes: int
 ) -> None:
-    shape, buffer_bytes = Shape(num_layers, layer_bytes), buffer_layers * layer_bytes
-    expected = [(block, layer) for block in range(num_blocks) for layer in range(num_layers)]
+    shape, buffer_bytes = Shape(num_layers, layer_bytes, num_stripes), buffer_layers * layer_bytes
+    expected = [(block, layer) for block in range(num_blocks) for layer in range(num_layers * num_stripes)]
     for parts in (
         offload_parts(shape, num_blocks, buffer_bytes),
         onboard_parts(shape, num_blocks, buffer_bytes, least_bytes),
     ):
         assert sorted(cells(parts)) == expected
         assert all(len(part.blocks) * len(part.layers) * layer_bytes <= buffer_bytes for part in parts)
+
+
+@given(
+    num_layers=st.integers(1, 9),
+    num_stripes=st.integers(1, 4),
+    num_blocks=st.integers(1, 5),
+    buffer_layers=st.integers(1, 40),
+    least_bytes=st.integers(1, 20),
+)
+def test_a_layer_that_is_said_to_be_there_has_come_in_every_stripe_of_every_block(
+    num_layers: int, num_stripes: int, num_blocks: int, buffer_layers: int, least_bytes: int
+) -> None:
+    shape = Shape(num_layers, 4, num_stripes)
+    come: set[tuple[int, int]] = set()
+    num_ready = 0
+    for part in onboard_parts(shape, num_blocks, buffer_layers * 4, least_bytes):
+        come.update((block, layer) for block in part.blocks for layer in part.layers)
+        if part.blocks.stop == num_blocks:
+            num_ready = max(num_ready, shape.num_ready(part.layers))
+        assert all(
+            (block, stripe * num_layers + layer) in come
+            for block in range(num_blocks)
+            for stripe in range(num_stripes)
+            for layer in range(num_ready)
+        )
+    assert num_ready == num_layers
+
+
+def test_the_first_layers_of_every_stripe_come_before_the_next_of_any() -> None:
+    parts = onboard_parts(Shape(4, 10, 2), 1, 50, 20)
+    assert [part.layers for part in parts] == [range(0, 2), range(4, 6), range(2, 4), range(6, 8)]
+    assert [Shape(4, 10, 2).num_ready(part.layers) for part in parts] == [0, 2, 0, 4]
 
 
 def test_blocks_leave_whole_as_many_as_fit() -> None:

@@ -95,6 +95,7 @@ def test_everything_that_changes_the_bytes_changes_the_namespace(change: dict[st
         {"tokens_per_block": 32},
         {"quantisation": "fp8"},
         {"engine_format": "vllm-cpu-amx"},
+        {"num_stripes": 3},
     ],
     ids=str,
 )

@@ -1,8 +1,11 @@
 """Layouts: sizes, and what is refused. Fingerprints: tests/unit/test_hashing.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.errors import LayoutError
 from kvstore.layout import Layout, slot_bytes
@@ -52,3 +55,57 @@ def test_a_scheme_that_is_no_text_is_refused(field: str) -> None:
     extra: dict[str, Any] = {field: None}
     with pytest.raises(LayoutError, match=field):
         Layout("float16", 1, 1, (1,), 1, **extra)
+
+
+# ---- stripes
+
+GQA = Layout("bfloat16", 2, 8, (16, 16), 4, num_stripes=8)
+
+
+@given(heads_per_stripe=st.integers(1, 4), num_stripes=st.integers(1, 16), num_ranks=st.integers(1, 16))
+def test_ranks_have_every_byte_of_a_block_once_and_their_own_heads(
+    heads_per_stripe: int, num_stripes: int, num_ranks: int
+) -> None:
+    layout = Layout("float16", 3, heads_per_stripe * num_stripes, (8, 8), 4, num_stripes=num_stripes)
+    if num_stripes % num_ranks:
+        with pytest.raises(LayoutError, match="a miss"):
+            layout.bytes_of(0, num_ranks)
+        return
+    whole = range(layout.block_bytes)
+    parts = [whole[layout.bytes_of(rank, num_ranks)] for rank in range(num_ranks)]
+    assert [at for part in parts for at in part] == list(whole)
+    assert {len(part) for part in parts} == {layout.part(num_ranks).block_bytes}
+    assert layout.part(num_ranks).num_heads * num_ranks == layout.num_heads
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [
+        (replace(GQA, num_stripes=1), 2),
+        (replace(GQA, num_stripes=4), 8),
+        (replace(GQA, num_heads=4, num_stripes=4), 8),  # fewer heads than ranks, which have copies
+        (GQA, 3),
+        (GQA, 16),
+        (GQA, 0),
+        (Layout("bfloat16", 2, 1, (576,), 4), 2),  # MLA: every rank has all of it
+        (replace(GQA, num_stripes=1, quantisation="fp8"), 2),
+        (replace(GQA, num_stripes=1, engine_format="packed"), 2),
+    ],
+)
+def test_ranks_that_have_no_stripes_of_their_own_are_refused(layout: Layout, num_ranks: int) -> None:
+    with pytest.raises(LayoutError, match="a miss"):
+        layout.part(num_ranks)
+
+
+def test_no_rank_has_another_ones_part() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(LayoutError, match=f"rank {rank} of 2"):
+            GQA.bytes_of(rank, 2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_stripes": 3}, {"num_stripes": 16}, {"quantisation": "fp8"}, {"engine_format": "packed"}]
+)
+def test_stripes_whose_heads_nobody_knows_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="stripes"):
+        replace(GQA, **change)

@@ -147,7 +147,7 @@ class Identity(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[bytes] = ..., revision: _Optional[str] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[str] = ..., epoch: _Optional[int] = ..., hash_scheme: _Optional[str] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("dtype", "num_layers", "num_heads", "plane_dims", "tokens_per_block", "quantisation", "engine_format")
+    __slots__ = ("dtype", "num_layers", "num_heads", "plane_dims", "tokens_per_block", "quantisation", "engine_format", "num_stripes")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class Layout(_message.Message):
     TOKENS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    NUM_STRIPES_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     num_layers: int
     num_heads: int
@@ -162,7 +163,8 @@ class Layout(_message.Message):
     tokens_per_block: int
     quantisation: str
     engine_format: str
-    def __init__(self, dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., plane_dims: _Optional[_Iterable[int]] = ..., tokens_per_block: _Optional[int] = ..., quantisation: _Optional[str] = ..., engine_format: _Optional[str] = ...) -> None: ...
+    num_stripes: int
+    def __init__(self, dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., plane_dims: _Optional[_Iterable[int]] = ..., tokens_per_block: _Optional[int] = ..., quantisation: _Optional[str] = ..., engine_format: _Optional[str] = ..., num_stripes: _Optional[int] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("namespace", "digest_bytes", "digests")
