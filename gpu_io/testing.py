@@ -27,7 +27,12 @@ IN_ORDER = (
     "plane page token head dim",
 )
 """Arrangements in which the bytes of a page in one layer and plane are one run."""
-STRIDED = ("page layer plane head token dim", "page plane head token dim", "plane head page token dim")
+STRIDED = (
+    "page layer plane head token dim",
+    "page plane head token dim",
+    "plane page head token dim",
+    "plane head page token dim",
+)
 MLA = "page token dim"
 BY_STRIPE = "page head layer plane token dim"
 """A page is one run where each of its heads is a stripe."""

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from triton.compiler import ASTSource
 from gpu_io import kernels, packing
 from gpu_io.packing import TorchPacker, packer_for
 from gpu_io.pages import PagedKV
-from gpu_io.testing import IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
+from gpu_io.testing import DTYPES, IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
 
 TARGETS = [
     GPUTarget("cuda", 80, 32),
@@ -46,7 +47,7 @@ def staged_bytes(engine: Pages, num_pages: int, layers: range) -> torch.Tensor:
     return torch.full((num_bytes * len(layers) // NUM_LAYERS,), 0xAA, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
 def test_kernels_move_what_torch_moves(interpreted: ModuleType, axes: str, dtype: torch.dtype) -> None:
     ours = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
@@ -90,13 +91,34 @@ def test_rows_that_are_no_whole_accesses_are_moved_in_smaller_ones(
 
 # ---- compiled
 
-MODELS = {
-    "8B, heads outside": ("page plane head token dim", (4, 2, 8, 16, 128), torch.bfloat16),
-    "70B at 8 ranks": ("page plane token head dim", (4, 2, 16, 1, 128), torch.bfloat16),
-    "MLA": ("page token dim", (4, 16, 576), torch.bfloat16),
-    "80 a head, heads outside": ("page plane head token dim", (4, 2, 5, 16, 80), torch.float16),
-    "fp8, heads outside": ("page plane head token dim", (4, 2, 8, 16, 64), torch.float8_e4m3fn),
-}
+SIZES = {"page": 4, "layer": 2, "plane": 2, "token": 16, "head": 8, "dim": 128}
+ODD = [
+    ("page plane head token dim", {"head": 5, "dim": 80}, torch.float16),
+    ("page plane token head dim", {"head": 1}, torch.bfloat16),
+    ("page token dim", {"dim": 576}, torch.bfloat16),
+]
+"""Heads of 80, one rank of eight, and the latents of a model with MLA."""
+
+
+def compiled_for(axes: str, sizes: dict[str, int], dtype: torch.dtype) -> PagedKV:
+    """Pages of two layers of a model of a size that people run; nothing is ever in them."""
+    names = axes.split()
+    shape = [(SIZES | sizes)[name] for name in names]
+    num_tensors = 1 if "layer" in names else SIZES["layer"]
+    return PagedKV([torch.zeros(shape, dtype=dtype) for _ in range(num_tensors)], axes, pages_per_block=2)
+
+
+@cache
+def to_compile() -> dict[str, PagedKV]:
+    """One arrangement of each kind that is compiled to something else; every layout and dtype is one of them."""
+    every: list[tuple[str, dict[str, int], torch.dtype]] = [
+        (axes, {}, dtype) for axes in (*IN_ORDER, *STRIDED, MLA) for dtype in DTYPES
+    ]
+    kinds: dict[str, PagedKV] = {}
+    for axes, sizes, dtype in (*every, *ODD):
+        kv = compiled_for(axes, sizes, dtype)
+        kinds.setdefault(str(kernels.TritonPacker(kv).constants), kv)
+    return kinds
 
 
 def assembly(kernel: Any, kv: PagedKV, target: GPUTarget) -> str:
@@ -124,8 +146,7 @@ def test_kernels_compile_for_every_chip_in_accesses_of_128_bits(
     target: GPUTarget, kernel: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-    for name, (axes, shape, dtype) in MODELS.items():
-        kv = PagedKV([torch.zeros(shape, dtype=dtype) for _ in range(2)], axes, pages_per_block=2)
+    for name, kv in to_compile().items():
         accesses = ACCESS.findall(assembly(getattr(kernels, kernel), kv, target))
         narrow = [access for access in accesses if not WIDE.search(access) and not TABLE.search(access)]
         wide = [access for access in accesses if WIDE.search(access)]
