@@ -25,6 +25,7 @@ from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena
 
 DIRECT_IO_BYTES = 64 << 10
 MIN_FILE_DESCRIPTORS = 1024
+NUMA_NODES = Path("/sys/devices/system/node")
 MEMORY_SHARE = 0.8
 """An arena beyond this share of the memory leaves the engine too little."""
 
@@ -198,7 +199,7 @@ def _server(report: ServerReport) -> Finding:
 
 
 def _numa() -> Finding:
-    num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    num_nodes = len(list(NUMA_NODES.glob("node[0-9]*")))
     if num_nodes <= 1:
         return _ok("NUMA", "one node")
     advice = "keep the process on the accelerator's node: numactl --cpunodebind=N --membind=N"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import doctor
 from kvstore.config import Config, FileConfig, MemoryConfig, RedisConfig
 from kvstore.doctor import Finding, Verdict, examine
 from kvstore.servers import survey
@@ -53,6 +54,19 @@ def test_memory_that_is_not_there_is_a_failure() -> None:
     finding = findings(Config(MemoryConfig(8 << 50)))["memory"]
     assert finding.verdict is Verdict.FAIL
     assert "lower memory.capacity" in finding.advice
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2])
+def test_several_numa_nodes_are_said_with_how_to_stay_on_one(
+    num_nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PF-020: pinned memory on another node than the accelerator's is slower to reach."""
+    monkeypatch.setattr(doctor, "NUMA_NODES", tmp_path)
+    for name in ["online", "possible", *(f"node{number}" for number in range(num_nodes))]:
+        (tmp_path / name).touch()
+    finding = findings(Config(MEMORY))["NUMA"]
+    assert finding.verdict is (Verdict.WARN if num_nodes > 1 else Verdict.OK)
+    assert ("numactl --cpunodebind" in finding.advice) == (num_nodes > 1)
 
 
 def test_a_directory_that_is_not_there_yet_is_tried_above(tmp_path: Path) -> None:

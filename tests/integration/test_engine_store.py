@@ -179,6 +179,23 @@ def test_aborts_in_any_state_leak_nothing(tmp_path: Path, alone: list[int]) -> N
             assert answer(engine, PROMPT).output == alone
 
 
+def test_pages_that_a_load_still_fills_are_neither_found_nor_offered(tmp_path: Path, alone: list[int]) -> None:
+    """WK-011: what is named is what was computed or has arrived, not what was allocated."""
+    with running(config_of(tmp_path)) as (engine, store):
+        answer(engine, PROMPT)
+        settle(engine, store)
+        empty_pages(engine)
+        loading = engine.submit(PROMPT, ANSWER)
+        engine.cache.attach(loading)
+        assert loading.load is not None
+        assert engine.cache.pool.prefix(loading.keys) == []
+        assert loading.num_committed == 0  # up to here blocks are offered to the store
+        engine.cache.release(loading)
+        while engine.has_work:
+            engine.step()
+        assert loading.output == alone
+
+
 def test_a_copy_that_does_not_arrive_is_recomputed(
     tmp_path: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

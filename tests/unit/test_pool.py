@@ -244,3 +244,19 @@ def test_nothing_grows_with_the_number_of_keys_that_passed() -> None:
         pool.commit(slot, key_of(number), None if number % 3 else key_of(number + 1))
     pool.check()
     assert len(pool._orphans) + len(pool._lost_parent) <= 8
+
+
+def test_what_is_handed_out_belongs_to_who_asked() -> None:
+    """WK-057: a list of slots that shows or rewrites the pool's own free list gives one slot to two owners."""
+    pool = pool_of(4)
+    slots = pool.reserve(2)
+    kept = list(slots)
+    others = pool.reserve(2)
+    for slot in others:
+        pool.abort(slot)
+    assert slots == kept
+    slots.clear()
+    others.clear()
+    again = pool.reserve(4)
+    assert sorted([*again, *kept]) == [0, 1, 2, 3]
+    pool.check()

@@ -245,3 +245,24 @@ def test_other_memory_is_registered_once_no_copy_is_in_flight() -> None:
     wait_for(lambda: list(library.registered.values()) == [len(others.memory)])
     copier.close()
     assert not library.registered
+
+
+@pytest.mark.parametrize("num_pinned", [0, 1])
+def test_memory_that_could_not_be_pinned_is_copied_all_the_same(
+    num_pinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CR-034: a limit on what may be pinned costs speed and a warning, and no byte."""
+    monkeypatch.setattr("gpu_io.pipeline.Registration", partial_chunks)
+    device = SimulatedDevice(Adversarial(1))
+    device.runtime = LibraryRuntime(FakeLibrary(fail_at=num_pinned), "cuda")
+    engine = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device="cpu")
+    slots = Slots(engine.kv, 9)
+    for tensor in engine.tensors:
+        device.know(tensor, "pages")
+    device.know(torch.frombuffer(slots.memory, dtype=torch.uint8), "slots")
+    copier = PipelineCopier(engine.kv, device, TorchPacker(engine.kv))
+    copier.reach(memoryview(slots.memory))
+    wait_for(lambda: "copies with the rest are slower" in caplog.text)
+    finish(copier.offload(range(9), slots.views))
+    assert bytes(slots.memory) == b"".join(engine.block([page]) for page in range(9))
+    copier.close()
