@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from gpu_io import kernels, packing
 from gpu_io.packing import TorchPacker, packer_for
 from gpu_io.pages import PagedKV
-from gpu_io.testing import DTYPES, IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
+from gpu_io.testing import BY_STRIPE, DTYPES, IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
 
 TARGETS = [
     GPUTarget("cuda", 80, 32),
@@ -44,17 +44,23 @@ def interpreted() -> Iterator[ModuleType]:
 
 def staged_bytes(engine: Pages, num_pages: int, layers: range) -> torch.Tensor:
     num_bytes = engine.kv.layout.block_bytes * num_pages // engine.kv.pages_per_block
-    return torch.full((num_bytes * len(layers) // NUM_LAYERS,), 0xAA, dtype=torch.uint8)
+    return torch.full((num_bytes * len(layers) // len(engine.kv.layers),), 0xAA, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
-def test_kernels_move_what_torch_moves(interpreted: ModuleType, axes: str, dtype: torch.dtype) -> None:
-    ours = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
-    theirs = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2)
+@pytest.mark.parametrize(
+    ("axes", "num_stripes"),
+    [*((axes, 1) for axes in (*IN_ORDER, *STRIDED, MLA)), (IN_ORDER[0], 2), (STRIDED[0], 2), (BY_STRIPE, 2)],
+)
+def test_kernels_move_what_torch_moves(
+    interpreted: ModuleType, axes: str, num_stripes: int, dtype: torch.dtype
+) -> None:
+    ours, theirs = (
+        Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2, num_stripes=num_stripes) for _ in range(2)
+    )
     packer, expected = interpreted.TritonPacker(ours.kv), TorchPacker(theirs.kv)
     pages = torch.tensor([7, 2, 3, 5])
-    staged = range(1, 3)
+    staged = range(1, len(ours.kv.layers))
     packed, proven = staged_bytes(ours, 4, staged), staged_bytes(theirs, 4, staged)
     packer.pack(pages, packed, staged)
     expected.pack(pages, proven, staged)
