@@ -248,7 +248,7 @@ class CopierContract:
         num_heads: int,
         dtype: torch.dtype,
     ) -> None:
-        """Each rank has pages of its own heads, and of every block its stripes."""
+        """WK-047: each rank has pages of its own heads, and of every block its stripes."""
 
         def ranks(degree: int, axes: str, seed: int) -> Iterator[tuple[slice, Pages, list[memoryview]]]:
             for rank in range(degree):
