@@ -39,7 +39,8 @@ class Layout:
     ``(latent_dim,)`` with ``num_heads=1`` for MLA. ``num_heads`` counts KV heads of the whole model.
     ``quantisation`` names a scheme and its scales. ``engine_format`` is set where an engine's pages are opaque
     (packed for an instruction set); such blocks never match those of another engine. Each of ``num_stripes`` has as
-    many heads, in their order, so that ranks of every degree that divides ``num_stripes`` share the same blocks. Raises
+    many heads, in their order, so that ranks of every degree that divides ``num_stripes`` share the same blocks.
+    ``owner`` is whose blocks they are, where a sidecar tells its tenants apart: no client can name it. Raises
     ``LayoutError`` for what can be no block.
     """
 
@@ -51,6 +52,7 @@ class Layout:
     quantisation: str = ""
     engine_format: str = ""
     num_stripes: int = 1
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE_BYTES:
@@ -61,8 +63,8 @@ class Layout:
             raise LayoutError(f"layout plane_dims is {self.plane_dims!r}; give (head_dim, head_dim) for K and V")
         for dim in self.plane_dims:
             _require_count("layout plane_dims: a plane's elements", dim)
-        if not (isinstance(self.quantisation, str) and isinstance(self.engine_format, str)):
-            raise LayoutError("layout quantisation and engine_format are texts; leave out what there is none of")
+        if not all(isinstance(text, str) for text in (self.quantisation, self.engine_format, self.owner)):
+            raise LayoutError("layout quantisation, engine_format and owner are texts; leave out what there is none of")
         if self.num_heads % self.num_stripes:
             raise LayoutError(f"{self.num_heads} heads do not make {self.num_stripes} stripes of as many heads each")
         if self.num_stripes > 1 and (self.quantisation or self.engine_format):
@@ -112,6 +114,8 @@ class Layout:
         ]
         if self.num_stripes > 1:  # of one, as before there were stripes
             parts.append(self.num_stripes.to_bytes(4, "little"))
+        if self.owner:
+            parts.append(b"owner:" + self.owner.encode())
         framed = _FORMAT + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hashlib.sha256(framed).digest()[:FINGERPRINT_BYTES]
 

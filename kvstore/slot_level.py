@@ -27,8 +27,9 @@ _ANYBODY = Identity("", b"")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Quota:
-    """What the pools that have it may use together."""
+    """What the pools that have it may use of ``tier`` together."""
 
+    tier: str
     max_bytes: int
 
 
@@ -83,7 +84,7 @@ class SlotLevel:
     def open_pool(self, fingerprint: bytes, block_bytes: int, quotas: Sequence[Quota] = ()) -> BlockPool:
         """The pool of a layout, made at the first call. Raises ``LayoutError`` if a block does not fit an extent.
 
-        ``quotas`` replace those that it had.
+        ``quotas``, as far as they are of this tier, replace those that it had.
         """
         share = self._shares.get(fingerprint)
         if share is None:
@@ -100,7 +101,7 @@ class SlotLevel:
                 fingerprint, block_bytes, pool, slot_bytes, slots_per_extent, base_bytes
             )
             self._follow(pool)
-        share.quotas = tuple(quotas)
+        share.quotas = tuple(quota for quota in quotas if quota.tier == self.name)
         return share.pool
 
     def pool(self, fingerprint: bytes) -> BlockPool:

@@ -78,6 +78,7 @@ class Store:
         self._refits = Refits(learning := executor("policy", 1))
         self._notebook = Notebook(POLICIES[config.policy], notes, learning)
         self._namespaces: dict[bytes, Namespace] = {}
+        self._quotas: dict[bytes, tuple[Quota, ...]] = {}
         self._closed = False
         self._next_sweep_s = 0.0
         self._journal: Journal | None = None
@@ -94,8 +95,7 @@ class Store:
             self._memory = MemoryLevel(memory, self._notebook.policy, on_evict=on_evict)
             self._add_lane(memory)
         if shared is not None:
-            ttl_s = config.redis.ttl_s if config.redis else 0
-            self._shared = SharedLevel(shared, ttl_s, clock, wall)
+            self._shared = SharedLevel(shared, config.redis.ttl_s if config.redis else 0, clock, wall)
             self._add_lane(shared)
             self._lower.append(self._shared)
             self._admissions.append((self._shared, config.redis.admission if config.redis else "always"))
@@ -123,7 +123,7 @@ class Store:
         The tier is the store's to close.
         """
         for ns in self._namespaces.values():
-            level.open_pool(ns.fingerprint, ns.layout.block_bytes)
+            level.open_pool(ns.fingerprint, ns.layout.block_bytes, self._quotas[ns.fingerprint])
         self._add_lane(level.tier)
         self._file = level
         if self._journal is not None:
@@ -141,13 +141,14 @@ class Store:
     ) -> Namespace:
         """Whose blocks the following calls are about; the same arguments give the same namespace.
 
-        ``quotas`` bound what all namespaces of this layout use of RAM. Raises ``LayoutError`` if a block does not fit
-        a tier.
+        ``quotas`` bound what all namespaces of this layout use of RAM and of files. Raises ``LayoutError`` if a block
+        does not fit a tier.
         """
         self._require_open()
         ns = Namespace(identity, layout, self._config.max_age_s if max_age_s is None else max_age_s)
         for level in self.slot_levels:
-            level.open_pool(ns.fingerprint, layout.block_bytes, quotas if level is self._memory else ())
+            level.open_pool(ns.fingerprint, layout.block_bytes, quotas)
+        self._quotas[ns.fingerprint] = tuple(quotas)
         self._namespaces[ns.digest] = ns
         return ns
 

@@ -1,4 +1,4 @@
-"""Who may use the sidecar: tenants, each with a token, a trust domain of its own, and quotas of RAM.
+"""Who may use the sidecar: tenants, each with a token, a trust domain of its own, and quotas of RAM and files.
 
 A tenant's blocks are its own in every tier: its name goes into the fingerprint of its layouts, on this side of the
 wire, so neither a key nor a slot nor a file of another tenant can be named. Namespaces of one tenant, salts included,
@@ -25,7 +25,8 @@ from kvstore.tiers.domains import DomainMemoryTier
 
 MAX_NAME_CHARACTERS = 64
 MAX_LAYOUTS = 256
-_KEYS = {"token_sha256", "memory", "models"}
+_QUOTAS = {"memory", "file"}
+_KEYS = {"token_sha256", "models", *_QUOTAS}
 
 
 @dataclass(eq=False, slots=True)
@@ -36,8 +37,8 @@ class Tenant:
     token_digest: bytes
     domain: int
     """Whose arena is theirs."""
-    quota: Quota | None = None
-    model_quotas: Mapping[str, Quota] = field(default_factory=dict)
+    quotas: tuple[Quota, ...] = ()
+    model_quotas: Mapping[str, tuple[Quota, ...]] = field(default_factory=dict)
     fingerprints: set[bytes] = field(default_factory=set)
     """Of the layouts that they have opened."""
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
@@ -47,17 +48,15 @@ class Tenant:
         self, store: Store, memory: DomainMemoryTier, identity: Identity, layout: Layout, max_age_s: int | None
     ) -> Namespace:
         """A namespace that is nobody else's. Raises ``LayoutError`` if a block does not fit a tier."""
-        model_quota = self.model_quotas.get(identity.model)
         own_digest = Namespace(identity, layout).digest
         if self.name:
             # With the model in it, each model of the tenant has a pool that a quota can be of, today or later.
-            own = f"{layout.engine_format}\0tenant\0{self.name}\0{identity.model}"
-            layout = replace(layout, engine_format=own)
+            layout = replace(layout, owner=f"{self.name}\0{identity.model}")
         if layout.fingerprint not in self.fingerprints and len(self.fingerprints) >= MAX_LAYOUTS:
             raise WireError(f"tenant {self.name!r} has {MAX_LAYOUTS} layouts open, and that is the most")
         memory.assign(layout.fingerprint, self.domain)
         self.fingerprints.add(layout.fingerprint)
-        quotas = [quota for quota in (self.quota, model_quota) if quota is not None]
+        quotas = self.quotas + self.model_quotas.get(identity.model, ())
         ns = store.open_namespace(identity, layout, max_age_s=max_age_s, quotas=quotas)
         self.namespaces[ns.digest] = own_digest
         return ns
@@ -113,7 +112,7 @@ def _read(path: Path) -> list[Tenant]:
 def _tenant(path: Path, name: str, table: object, domain: int) -> Tenant:
     where = f"{path}: [{name}]"
     if not isinstance(table, dict) or not table.keys() <= _KEYS or "token_sha256" not in table:
-        raise ConfigError(f"{where}: a tenant has token_sha256, and perhaps memory and models")
+        raise ConfigError(f"{where}: a tenant has token_sha256, and perhaps memory, file and models")
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
         raise ConfigError(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} printable characters")
     try:
@@ -123,19 +122,23 @@ def _tenant(path: Path, name: str, table: object, domain: int) -> Tenant:
     if len(token_digest) != hashlib.sha256().digest_size:
         raise ConfigError(f"{where}: token_sha256 is not 64 hex digits; printf %s TOKEN | sha256sum gives them")
     models = table.get("models", {})
-    if not isinstance(models, dict):
-        raise ConfigError(f'{where}: models is not a table such as {{"a-model" = "8GiB"}}')
+    if not isinstance(models, dict) or not all(isinstance(q, dict) and q.keys() <= _QUOTAS for q in models.values()):
+        raise ConfigError(f'{where}: models is not a table such as {{"a-model" = {{memory = "8GiB", file = "1TiB"}}}}')
     return Tenant(
         name,
         token_digest,
         domain,
-        quota=_quota(where, table["memory"]) if "memory" in table else None,
-        model_quotas={model: _quota(where, size) for model, size in models.items()},
+        quotas=_quotas(where, table),
+        model_quotas={model: _quotas(where, of_model) for model, of_model in models.items()},
     )
 
 
-def _quota(where: str, size: object) -> Quota:
+def _quotas(where: str, table: Mapping[str, object]) -> tuple[Quota, ...]:
+    return tuple(_quota(where, tier, table[tier]) for tier in sorted(_QUOTAS & table.keys()))
+
+
+def _quota(where: str, tier: str, size: object) -> Quota:
     try:
-        return Quota(parse_size(str(size)))
+        return Quota(tier, parse_size(str(size)))
     except ValueError as error:
         raise ConfigError(f'{where}: {size}: {error}; write for example "8GiB"') from error

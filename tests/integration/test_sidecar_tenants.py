@@ -31,7 +31,7 @@ def line(name: str, token: str, rest: str = "") -> str:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
-    small = 'memory = "40MiB"\nmodels = {"a-model" = "8MiB"}'
+    small = 'memory = "40MiB"\nmodels = {"a-model" = {memory = "8MiB"}}'
     path.write_text(line("red", "red-token") + line("blue", "blue-token") + line("small", "small-token", small))
     with Sidecar(MEMORY_CAPACITY="256MiB", SERVER_TENANTS_FILE=str(path)) as served:
         yield served
@@ -74,9 +74,9 @@ def marks(client: StoreClient, chain: Sequence[BlockKey]) -> list[bytes]:
         return [bytes(view[:4]) for view in lease.views]
 
 
-def put_eventually(client: StoreClient, chain: Sequence[BlockKey], mark: bytes) -> None:
+def put_eventually(client: StoreClient, chain: Sequence[BlockKey], mark: bytes, identity: Identity = MODEL) -> None:
     """An extent's pages are made in the background; until then there is no room."""
-    eventually(lambda: put(client, chain, mark) == len(chain))
+    eventually(lambda: put(client, chain, mark, identity) == len(chain))
 
 
 def everything(client: StoreClient) -> memoryview:
@@ -154,6 +154,49 @@ def test_quotas_hold(tenants: dict[str, StoreClient]) -> None:
     assert looked_up(small, chain_of(small, 60, 1, other)).ready == 40
 
 
+def test_quotas_of_files_hold_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    filer = 'file = "24MiB"\nmodels = {"a-model" = {file = "12MiB"}}'
+    path.write_text(line("filer", "filer-token", filer) + line("free", "free-token"))
+    settings = {"SERVER_TENANTS_FILE": str(path), "FILE_DIRECTORIES": str(tmp_path / "f"), "FILE_CAPACITY": "256MiB"}
+    other = Identity("another-model", b"weights")
+    with Sidecar(MEMORY_CAPACITY="128MiB", FILE_ADMISSION="always", **settings) as served:
+
+        def file_blocks() -> float:
+            eventually(lambda: served.metric("kvstore_tickets_in_flight", "file") == 0)
+            return served.metric("kvstore_used_bytes", "file") / LAYOUT.block_bytes
+
+        def fill(token: str, identity: Identity, count: int) -> None:
+            with closing(served.client(token=token)) as client:
+                for first in range(0, count, 10):
+                    put_eventually(client, chain_of(client, 10, first, identity), b"FILL", identity)
+
+        fill("filer-token", MODEL, 50)
+        assert 0 < file_blocks() <= 12
+        served.restart()
+        fill("filer-token", MODEL, 50)
+        assert 0 < file_blocks() <= 12
+        fill("filer-token", other, 50)
+        assert 12 < file_blocks() <= 24
+        assert served.metric("kvstore_used_bytes", "memory") > 24 << 20  # of RAM it has no quota
+        fill("free-token", MODEL, 40)
+        eventually(lambda: file_blocks() > 24 + 12)  # who has no quota has what there is
+
+
+def test_ranks_of_a_tenant_share_blocks_in_stripes(tenants: dict[str, StoreClient]) -> None:
+    striped = Layout("uint8", 1, 8, (8192,), 16, num_stripes=8)
+    ns = {name: tenants[name].open_namespace(MODEL, striped) for name in ("red", "blue")}
+    chain = ns["red"].keys(list(range(16)))
+
+    def store() -> bool:
+        with tenants["red"].reserve(ns["red"], 1) as lease:
+            return bool(lease.num_blocks and tenants["red"].commit(lease, chain, None).slots)
+
+    eventually(store)
+    assert looked_up(tenants["red"], chain).ready == 1
+    assert looked_up(tenants["blue"], ns["blue"].keys(list(range(16)))).ready == 0
+
+
 def test_a_stranger_gets_nothing(served: Sidecar) -> None:
     for token in ("", "red", "red-token ", hashlib.sha256(b"red-token").hexdigest()):
         with closing(StoreClient(served.socket, token=token)) as client:
@@ -169,6 +212,9 @@ def test_a_stranger_gets_nothing(served: Sidecar) -> None:
         ('[red]\ntoken = "secret"\n', "token_sha256"),
         (line("red", "x") + line("blue", "x"), "same token"),
         (line("red", "x", 'memory = "much"'), "8GiB"),
+        (line("red", "x", 'file = "much"'), "8GiB"),
+        (line("red", "x", 'models = {"a-model" = "8GiB"}'), "table"),
+        (line("red", "x", 'models = {"a-model" = {ram = "8GiB"}}'), "table"),
         ("red = [", "TOML"),
     ],
 )

@@ -1,9 +1,11 @@
 """What goes down to lower levels: accepted means kept, and a tier that is stuck or down harms nobody."""
 
 from kvstore.breaker import BreakerState
+from kvstore.slot_level import Quota
+from kvstore.testing.dict_tiers import DictSlotTier
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
-from tests.worlds import world
+from tests.worlds import IDENTITY, LAYOUT, world
 
 
 def test_accepted_blocks_survive_eviction_from_ram() -> None:
@@ -130,3 +132,17 @@ def test_a_disk_that_cannot_grow_serves_what_it_has_and_takes_new_blocks_in_plac
 
 def _full(op: str, move: BlockMove) -> Outcome | None:
     return Outcome.FULL if op == "write" else None
+
+
+def test_a_quota_of_files_holds_though_the_files_join_late() -> None:
+    """A sidecar opens namespaces while its files are still being scanned."""
+    file = DictSlotTier(8, LAYOUT.block_bytes)
+    with world(8) as w:
+        quota = Quota("file", 2 * file.slot_bytes(LAYOUT.block_bytes))
+        w.store.open_namespace(IDENTITY, LAYOUT, quotas=(quota,))
+        w.store.join_file(w.store.scanned(file))
+        for number in range(4):
+            w.put(w.chain(1, first_token=1000 * number))
+            w.settle()
+        assert len(file.kept) == 2
+        assert w.store.snapshot()["kvstore_blocks"]["memory",] == 4
