@@ -155,13 +155,6 @@ class SlotLevel:
         self._take_extents(share, num_blocks)
         return share.pool.reserve(num_blocks)
 
-    def make_room(self, fingerprint: bytes, num_blocks: int) -> None:
-        """Let go now what a ``reserve`` of ``num_blocks`` would have to wait for."""
-        share = self._shares[fingerprint]
-        self._take_extents(share, num_blocks)
-        if share not in self._preparing.values():
-            share.pool.evict(num_blocks - share.pool.num(SlotState.FREE))
-
     def poll(self) -> None:
         """Hand over the extents that have been made ready."""
         if self._preparing_tier is None or not self._preparing:

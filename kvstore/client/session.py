@@ -73,6 +73,8 @@ class Session:
         self.is_stalled = False
         """The sidecar let a call's time pass and has said nothing since: until it does, nobody waits for it."""
         self.held_until_s = 0.0
+        self.on_ping: Callable[[], None] = _nothing
+        """Called in the reader thread, about once a second."""
         self._lease_s = 0.0
         self._outbox: SimpleQueue[api.SessionRequest | None] = SimpleQueue()
         self._calls: dict[int, Call] = {}
@@ -125,6 +127,7 @@ class Session:
         self._pongs_s = {number: at_s for number, at_s in self._pongs_s.items() if number > ping.last_pong}
         self._pongs_s[ping.number] = now_s
         self._outbox.put(api.SessionRequest(pong=api.Pong(number=ping.number)))
+        self.on_ping()
 
     def _settle(self, call: Call, reply: api.SessionReply | None) -> None:
         call.reply = reply
@@ -172,3 +175,7 @@ class Session:
         for number, call in list(self._calls.items()):
             if now_s >= call.deadline_s and self._calls.pop(number, None) is not None:
                 self._settle(call, None)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

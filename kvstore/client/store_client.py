@@ -16,6 +16,7 @@ from typing import Any
 
 from kvstore import machine
 from kvstore.api.v1 import kvstore_pb2 as api
+from kvstore.client.ahead import Ahead
 from kvstore.client.connection import Connection
 from kvstore.client.lending import Lending
 from kvstore.client.session import Inbox, Session
@@ -36,6 +37,8 @@ BUDGET_S = 0.1
 FRESH_S = 1.0
 MAX_ANSWERS = 1024
 LONG_CHAIN_BLOCKS = 64
+MAX_SHARE_AHEAD = 1 / 8
+"""Of the arena, what one client asks for before it needs it."""
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -79,6 +82,7 @@ class StoreClient:
         self._answers: dict[tuple[BlockKey, BlockKey], _Answer] = {}
         self._held: dict[ReadLease | WriteLease, Held] = {}
         self._prefetches: set[Prefetch] = set()
+        self._ahead = Ahead()
         self._unacknowledged: Session | None = None
         """A session that is yet to hear that nothing of the ones before it is written to."""
         self._inbox = Inbox()
@@ -120,6 +124,7 @@ class StoreClient:
             for opened in self._namespaces.values():
                 session.tell(api.SessionRequest(open_namespace=opened.message))
             self._unacknowledged = session
+            session.on_ping = self._ahead.expire
             self._connection.session = session
         self._acknowledge()
 
@@ -235,16 +240,21 @@ class StoreClient:
     def reserve(self, ns: Namespace, num_blocks: int) -> WriteLease:
         """Up to ``num_blocks`` slots in RAM to write to; fewer, down to none, when the rest is in use."""
         self._require_open()
-        opened = self._require_ours(ns)
-        session, call = self._session(), next(self._calls)
-        offsets_bytes: list[int] = []
-        if session is not None and num_blocks > 0:
-            reserve = api.Reserve(namespace=opened.number, num_blocks=num_blocks)
-            offsets_bytes = list(self._lease(session, call, "reserve", reserve=reserve).offsets_bytes)
-        lease = WriteLease(ns, offsets_bytes, session.views if session else no_views, self.abort)
-        if session is not None and offsets_bytes:
+        opened, session = self._require_ours(ns), self._session()
+        if session is None or num_blocks <= 0:
+            return WriteLease(ns, [], no_views, self.abort)
+        wanted = api.Reserve(namespace=opened.number, num_blocks=num_blocks)
+        call, offsets_bytes = self._ahead.take(session, wanted) or self._reserve(session, wanted)
+        lease = WriteLease(ns, offsets_bytes, session.views, self.abort)
+        if offsets_bytes:
             self._held[lease] = Held(session, call)
+        if num_blocks * ns.layout.block_bytes <= MAX_SHARE_AHEAD * session.tether.arena.capacity_bytes:
+            self._ahead.renew(session, wanted, next(self._calls), self._budget_s)
         return lease
+
+    def _reserve(self, session: Session, wanted: api.Reserve) -> tuple[int, list[int]]:
+        call = next(self._calls)
+        return call, list(self._lease(session, call, "reserve", reserve=wanted).offsets_bytes)
 
     def commit(self, lease: WriteLease, keys: Sequence[BlockKey], parent: BlockKey | None) -> Committed:
         """Name the next ``len(keys)`` slots of ``lease``, root first; none of them where the lease was lost.

@@ -99,7 +99,6 @@ class Service(KVStoreServicer):
                 reply = session.handle(request)
                 if reply is not None:
                     await stream.send(reply)
-                    session.prepare()
         except asyncio.CancelledError:
             if not stream.was_ended_here:
                 raise

@@ -29,8 +29,6 @@ MAX_PREFETCH_MS = 600_000
 LONG_CHAIN_BLOCKS = 64
 MAX_SHARE_WRITTEN = 0.5
 """Of the slots of RAM, one client's that have no name yet."""
-MAX_SHARE_AHEAD = 1 / 64
-"""Of the slots of RAM, those that are emptied before somebody needs them."""
 
 Reply = api.SessionReply
 
@@ -89,8 +87,6 @@ class Session:
     writes: dict[int, WriteLease] = field(default_factory=dict)
     stripes: dict[int, Stripes] = field(default_factory=dict)
     prefetches: dict[int, Prefetch] = field(default_factory=dict)
-    expected: tuple[Namespace, int] | None = None
-    """What the next reserve may ask for, like the last one."""
     num_pings: int = 0
     last_pong: int = 0
     latest: tuple[bytes, list[BlockKey]] = (b"", [])
@@ -113,14 +109,6 @@ class Session:
             return None
         reply.call = request.call
         return reply
-
-    def prepare(self) -> None:
-        """After a reply has been sent: do some of what the next request would have to wait for."""
-        if self.expected is not None:
-            ns, num_blocks = self.expected
-            self.expected = None
-            num_ahead = min(num_blocks, int(MAX_SHARE_AHEAD * self._num_slots(ns)))
-            self.host.store.slot_levels[0].make_room(ns.fingerprint, num_ahead)
 
     def poll(self) -> Iterator[Reply]:
         """Answers that have become due."""
@@ -200,7 +188,6 @@ class Session:
         self._require_room(request.call)
         ns = self._namespace(request.reserve.namespace)
         lease = self.host.store.reserve(ns, min(request.reserve.num_blocks, self._num_allowed(ns)))
-        self.expected = ns, lease.num_blocks
         if not lease.slots:
             return Reply(leased=api.Leased())
         self.writes[request.call] = lease

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ class Sidecar:
 
     def wait_ready(self) -> None:
         """Until it listens, or has ended."""
-        eventually(lambda: admin_socket(self.socket).exists() or self.process.poll() is not None)
+        eventually(lambda: self._listens() or self.process.poll() is not None)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -83,6 +84,10 @@ class Sidecar:
     def metric(self, name: str, *labels: str) -> float:
         """A value as the sidecar counts it; 0 where nothing was counted."""
         return next((s.value for s in self.stats().samples if s.metric == name and tuple(s.labels) == labels), 0.0)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as line:
+            return line.connect_ex(str(admin_socket(self.socket))) == 0
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
