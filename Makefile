@@ -7,9 +7,10 @@ READY := $(VENV)/.ready
 LOCK_VENV := build/lock-venv
 VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_NEWEST := build/vllm-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm test-vllm-full mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu protos lock
+.PHONY: help setup check test test-vllm test-vllm-full test-vllm-newest mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +46,14 @@ test-vllm: $(VLLM_READY) ## Tests with the real vLLM, in an environment of its o
 
 test-vllm-full: $(VLLM_READY) ## The same, with two ranks and the OpenAI server: some minutes more
 	$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(ARGS)
+
+test-vllm-newest: $(VLLM_NEWEST)/.ready ## The schedulers of the newest vLLM with our halves and no model: it has no build for CPUs
+	PYTHONPATH=$(VLLM_NEWEST) $(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm -m "not engine" $(ARGS)
+
+$(VLLM_NEWEST)/.ready: requirements-vllm-newest.lock $(VLLM_READY)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VLLM_NEWEST) -r requirements-vllm-newest.lock
+	@touch $@
 
 $(VLLM_READY): requirements-vllm.lock
 	$(PYTHON) -m venv $(VLLM_VENV)

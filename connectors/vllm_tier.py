@@ -23,10 +23,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 import vllm
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from connectors.vllm import versions
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.hashing import Identity
@@ -37,6 +35,11 @@ from kvstore.opening import open_store
 from kvstore.promotion import Prefetch
 from kvstore.types import BlockKey, Outcome
 from kvstore.weights import weights_digest
+
+with versions.explained(vllm.__version__):
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 WRITE_TIMEOUT_S = 10.0
 DRAIN_INTERVAL_S = 0.1

@@ -7,6 +7,7 @@ from connectors.vllm import versions
 
 versions.require_supported(vllm.__version__, frozenset(vars(base.KVConnectorBase_V1)))
 
-from connectors.vllm.connector import KVStoreConnector  # noqa: E402 - another vLLM may lack what this imports
+with versions.explained(vllm.__version__):
+    from connectors.vllm.connector import KVStoreConnector
 
 __all__ = ["KVStoreConnector"]

@@ -83,6 +83,9 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _namespace_for(self, request: EngineRequest) -> Namespace | None:
         """Whose blocks a request's are: the model's, or those of it with an adapter. None where that cannot be told."""
+        if not all(feature.identifier for feature in request.mm_features):
+            _log.error("request %s is served without the KV store: an image in it has no hash", request.request_id)
+            return None
         adapter = request.lora_request
         name = "" if adapter is None else f"{adapter.lora_name}\0{adapter.lora_path}"
         ns = self._namespaces.get(name)

@@ -11,6 +11,13 @@ class Adapter(Protocol):
     lora_path: str
 
 
+class Feature(Protocol):
+    """vLLM's ``MultiModalFeatureSpec``: what stands in a span of placeholder tokens."""
+
+    identifier: str
+    """Names its content, in block hashes too."""
+
+
 class EngineRequest(Protocol):
     """vLLM's ``Request``, which grows while it computes; ``block_hashes`` has every block whose tokens are known."""
 
@@ -20,8 +27,8 @@ class EngineRequest(Protocol):
     num_prompt_tokens: int
     num_output_tokens: int
     num_computed_tokens: int
-    skip_reading_prefix_cache: bool
     lora_request: Adapter | None
+    mm_features: Sequence[Feature]
     kv_transfer_params: Mapping[str, Any] | None
 
 

@@ -23,6 +23,7 @@ from connectors.vllm.messages import LoadJob, Slots, Step, StoreJob, StoreReport
 from connectors.vllm.request import EngineRequest, Page, PagePool
 from connectors.vllm.served import Served
 from connectors.vllm.upkeep import Upkeep
+from connectors.vllm.versions import skips_reading
 from kvstore.block_store import BlockStore
 from kvstore.lease import LeaseState, ReadLease, WriteLease
 from kvstore.namespace import Namespace
@@ -67,8 +68,11 @@ class _Tracked:
     has_pages: bool = False
 
     def grow(self) -> list[BlockKey]:
-        """Keys of every block whose tokens are known by now."""
+        """Keys of every block whose tokens are known by now. A session may have dropped tokens since the last time."""
         hashes = self.request.block_hashes
+        del self.keys[len(hashes) :]
+        while self.keys and self.keys[-1] != self.ns.key(hashes[len(self.keys) - 1]):
+            self.keys.pop()
         self.keys += [self.ns.key(digest) for digest in hashes[len(self.keys) :]]
         return self.keys
 
@@ -150,7 +154,7 @@ class SchedulerHalf:
     def offer(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond the engine's own; None: not known yet. May be asked any number of times."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or request.skip_reading_prefix_cache:
+        if tracked is None or skips_reading(request):
             return 0
         if tracked.has_pages:  # it was preempted, or its load failed: a new life
             self.planner.restart(request.request_id)
@@ -345,8 +349,7 @@ class SchedulerHalf:
         # The KV of a token is final once the token after it is known: a guess may have been in its place.
         num_verified = min(request.num_computed_tokens, request.num_tokens - 1)
         num_blocks = min(num_verified // self.tokens_per_block, len(tracked.grow()), len(pages))
-        num_prompt_blocks = request.num_prompt_tokens // self.tokens_per_block
-        if tracked.keep < num_prompt_blocks:
+        if tracked.keep < tracked.announced.input_tokens // self.tokens_per_block:
             num_blocks = min(num_blocks, tracked.keep)
         blocks = self.planner.store(request.request_id, num_blocks * self.tokens_per_block)
         if not blocks:

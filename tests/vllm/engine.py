@@ -30,6 +30,8 @@ NUMBERS = (
     "prefix_cache_hits",
     "kvstore_loaded_tokens",
     "num_preemptions",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
 )
 
 

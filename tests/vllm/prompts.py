@@ -1,7 +1,7 @@
 """What the engines are asked."""
 
 PAGE_TOKENS = 32
-NUM_TOKENS = 24
+NUM_TOKENS = PAGE_TOKENS + 8
 PROMPT = [(7 * index + index * index) % 500 + 3 for index in range(10 * PAGE_TOKENS + 5)]
 CROWD = [
     [(index * index + 3 * index) % 490 + 3 for index in range(4 * PAGE_TOKENS)]

@@ -83,13 +83,35 @@ class Runner:
         """The scheduler half."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **more: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """A request joins the line; ``more`` is what else vLLM's ``Request`` can be made of."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher, **more)
         self._answers[request_id] = answer_to(prompt, max_tokens + 1)
         self.tokens[request_id] = []
         self.scheduler.add_request(request)
+
+    def say_more(self, session_id: str, tokens: list[int], max_tokens: int = 8) -> list[int]:
+        """Go on in a session, one added as resumable; what was sampled last is dropped. Returns its prompt from now."""
+        session = self.scheduler.requests[session_id]
+        prompt = list(session.all_token_ids[: session.num_computed_tokens]) + tokens
+        self.add(session_id, tokens, max_tokens, resumable=True)
+        self._answers[session_id] = answer_to(prompt, max_tokens + 1)
+        return prompt
+
+    def run_session(self, session_id: str) -> None:
+        """Until it waits for more."""
+        while self.scheduler.requests[session_id].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.step()
 
     def abort(self, request_id: str) -> None:
         """Its client has gone."""
@@ -155,12 +177,10 @@ class Runner:
         self.num_failed_pages += len(output.invalid_block_ids)
         self.worker.clear_connector_metadata()
         ids = list(scheduled.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=output,
-        )
+        more: dict[str, Any] = {}
+        if "req_id_to_index" in ModelRunnerOutput.__dataclass_fields__:  # before vLLM 0.34
+            more["req_id_to_index"] = {request_id: index for index, request_id in enumerate(ids)}
+        return ModelRunnerOutput(req_ids=ids, sampled_token_ids=sampled, kv_connector_output=output, **more)
 
     def _attend(self, request_id: str, num_computed: int, num_tokens: int) -> list[int]:
         """Compute ``num_tokens`` more, over what the pages have of those before; the next token, if known."""

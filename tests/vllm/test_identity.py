@@ -126,16 +126,27 @@ def test_an_unsupported_version_is_a_clear_error() -> None:
         versions.require_supported("dev", methods)
 
 
-def test_an_unsupported_vllm_is_refused_before_anything_of_it_is_imported() -> None:
-    """UX-018: an older one lacks modules, and says so by a stack trace unless it is asked first."""
+@pytest.mark.parametrize(
+    ("module", "version", "lacks", "message"),
+    [
+        ("connectors.vllm", "0.11.2", "vllm.v1.metrics.cache_hit_source", "vLLM 0.11.2 is too old"),
+        ("connectors.vllm_tier", "0.11.2", "vllm.v1.kv_offload.tiering.base", "vLLM 0.11.2 is too old"),
+        ("connectors.vllm", "0.99.0", "vllm.v1.metrics.cache_hit_source", "vLLM 0.99.0 lacks what"),
+        ("connectors.vllm_tier", "0.99.0", "vllm.v1.kv_offload.tiering.base", "vLLM 0.99.0 lacks what"),
+    ],
+)
+def test_an_unsupported_vllm_is_named_and_is_no_stack_trace(
+    module: str, version: str, lacks: str, message: str
+) -> None:
+    """UX-018, PK-002: one lacks modules, and says so by an ImportError of its own unless that is explained."""
     script = (
         "import sys, vllm, vllm.distributed.kv_transfer.kv_connector.v1.base\n"
-        "vllm.__version__ = '0.11.2'; sys.modules['vllm.v1.core.kv_cache_utils'] = None\n"
-        "try: import connectors.vllm\n"
+        f"vllm.__version__ = {version!r}; sys.modules[{lacks!r}] = None\n"
+        f"try: import {module}\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "ConfigError vLLM 0.11.2 is too old" in said
+    assert f"ConfigError {message}" in said
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def ask(process: EngineProcess) -> tuple[list[int], int]:
     return answer["tokens"], answer["cached"]
 
 
+@pytest.mark.engine
 def test_files_and_redis_lie_under_vllms_cpu_tier(model: Path, expected: Expected, tmp_path: Path) -> None:
     (tokens,) = expected["one"]
     file = {"directories": [str(tmp_path / "kv")], "capacity": "128MiB"}

@@ -8,6 +8,7 @@ from tests.vllm.engine import engine
 from tests.vllm.prompts import NUM_TOKENS, PAGE_TOKENS, PROMPT
 
 
+@pytest.mark.engine
 @pytest.mark.full
 def test_two_ranks_store_and_load_together(model: Path, tmp_path: Path) -> None:
     store = {"memory": {"capacity": "64MiB"}}

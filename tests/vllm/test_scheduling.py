@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.vllm.prompts import PAGE_TOKENS
 from tests.vllm.runner import Runner, answer_to
@@ -138,12 +139,75 @@ def test_reset_forgets_in_every_tier(make: Make) -> None:
 def test_what_is_not_to_be_stored_is_not(make: Make) -> None:
     runner = make()
     for name in ("cold", "colder"):
-        runner.add(name, PROMPT)
-        runner.scheduler.requests[name].kv_transfer_params = {"kvstore": {"store": False}}
-        runner.half._requests[name].is_stored = False
+        runner.add(name, PROMPT, kv_transfer_params={"kvstore": {"store": False}})
         runner.run()
         runner.scheduler.reset_prefix_cache()
     assert served(runner) == 0
+
+
+def test_an_image_without_a_hash_is_not_taken_for_another(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WK-021: placeholder tokens are the same for every image, so that only a hash tells them apart."""
+    runner = make()
+    # As if the encoder had seen every image: there is none.
+    monkeypatch.setattr(runner.scheduler.encoder_cache_manager, "check_and_update_cache", lambda *_: True)
+    found = []
+    for number, content in enumerate(("cat", "cat", "dog", "dog", "", "")):
+        place = PlaceholderRange(offset=0, length=PAGE_TOKENS)
+        before = served(runner)
+        runner.add(f"r{number}", PROMPT, mm_features=[MultiModalFeatureSpec(None, "image", content, place)])
+        runner.run()
+        runner.scheduler.reset_prefix_cache()
+        found.append(served(runner) - before)
+    assert found == [0, 5 * PAGE_TOKENS, 0, 5 * PAGE_TOKENS, 0, 0]
+    assert runner.held() == NOTHING_HELD
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_loads_that_hold_all_pages_do_not_wait_behind_one_that_needs_more(make: Make, is_async: bool) -> None:
+    """HG-009: what has arrived is taken note of wherever its request stands in line."""
+    runner = make(num_pages=14, is_async=is_async)
+    prompts = {name: [value] * (4 * PAGE_TOKENS + 1) for name, value in (("a", 1), ("b", 2), ("c", 3))}
+    for name, prompt in prompts.items():
+        runner.add(f"cold {name}", prompt, max_tokens=1)
+        runner.run()
+        runner.scheduler.reset_prefix_cache()
+    runner.add("b", prompts["b"])
+    runner.add("c", prompts["c"])
+    runner.step()
+    assert len(runner.half._loads) == 2
+    prompts["big"] = [4] * (10 * PAGE_TOKENS)
+    runner.add("big", prompts["big"])
+    big = runner.scheduler.requests["big"]
+    runner.scheduler.waiting.remove_request(big)
+    runner.scheduler.waiting.prepend_request(big)
+    runner.run()
+    for name in ("b", "c", "big"):
+        assert runner.tokens[name] == answer_to(prompts[name], 8)
+    assert runner.held() == NOTHING_HELD
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_session_that_drops_its_last_token_does_not_store_under_the_key_of_it(make: Make, is_async: bool) -> None:
+    """Streaming input: the token that completed a block is not computed, and another takes its place."""
+    runner = make(is_async=is_async)
+    runner.add("session", PROMPT[: 2 * PAGE_TOKENS - 3], max_tokens=3, resumable=True)
+    runner.run_session("session")
+    dropped = PROMPT[: 2 * PAGE_TOKENS - 3] + runner.tokens["session"]
+    assert len(dropped) == 2 * PAGE_TOKENS
+    # Whatever makes vLLM ask now, the key of the second block is known from here on.
+    runner.scheduler.connector.get_num_new_matched_tokens(runner.scheduler.requests["session"], 0)
+    said = runner.say_more("session", [499] * 2 * PAGE_TOKENS)
+    runner.run_session("session")
+    assert runner.tokens["session"] == answer_to(said, 8)
+    runner.abort("session")
+    runner.run()
+    for name, prompt in (("dropped", dropped + [3] * PAGE_TOKENS), ("said", said)):
+        runner.scheduler.reset_prefix_cache()
+        runner.add(name, prompt)
+        runner.run()
+        assert runner.tokens[name] == answer_to(prompt, 8)
+    assert served(runner) == (1 + 3) * PAGE_TOKENS
+    assert runner.held() == NOTHING_HELD
 
 
 @pytest.mark.parametrize("is_async", [False, True])

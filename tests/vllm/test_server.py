@@ -16,6 +16,8 @@ from kvstore.testing.valkey import free_port
 from tests.vllm.engine import ROOT, START_S, TRANSFER
 from tests.vllm.prompts import CROWD, NUM_TOKENS, PAGE_TOKENS, PROMPT
 
+pytestmark = pytest.mark.engine
+
 WHOLE_BLOCKS = 10 * PAGE_TOKENS
 
 

@@ -4,9 +4,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from kvstore.testing.sidecar import Sidecar
 from tests.vllm.engine import EngineProcess, engine
 from tests.vllm.prompts import CROWD, NUM_TOKENS, PAGE_TOKENS, PROMPT
+
+pytestmark = pytest.mark.engine
 
 WHOLE_BLOCKS = 10 * PAGE_TOKENS
 PATIENCE_S = 20.0

@@ -4,9 +4,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.engine import engine
 from tests.vllm.models import from_gguf
 from tests.vllm.prompts import PAGE_TOKENS
+
+pytestmark = pytest.mark.engine
 
 TEXT = [(index * 37 + index // 7) % 40_000 + 100 for index in range(6 * PAGE_TOKENS)]
 

@@ -3,11 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvstore.testing.valkey import ValkeyServer
 from tests.vllm.engine import EngineProcess, engine
 from tests.vllm.prompts import CROWD, NUM_TOKENS, PAGE_TOKENS, PROMPT
 
+pytestmark = pytest.mark.engine
+
 WHOLE_BLOCKS = 10 * PAGE_TOKENS
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 Expected = dict[str, list[list[int]]]
 
 
@@ -78,3 +83,21 @@ def test_a_crowd_is_preempted_and_leaves_nothing_behind(model: Path, expected: E
         numbers = crowded.numbers()
         assert numbers["num_preemptions"] > 0
         assert numbers["external_prefix_cache_hits"] > 24 * 4 * PAGE_TOKENS
+
+
+def test_speculation_changes_neither_tokens_nor_hits(model: Path, tmp_path: Path) -> None:
+    """SC-010: wrong guesses are not stored, and a turn that goes on from an answer finds it, guessed or not."""
+    answers = []
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "guessing": {"speculative_config": NGRAMS}}
+    for name, more in ways.items():
+        with engine(model, tmp_path / f"{name}.log", store={"memory": {"capacity": "64MiB"}}, **more) as process:
+            prompt, turns = PROMPT, []
+            for _ in range(3):
+                turns += process.generate([prompt], NUM_TOKENS)
+                prompt = [*prompt, *turns[-1]["tokens"], 17, 19]
+                process.reset(False)
+            answers.append(turns)
+            numbers = process.numbers()
+    assert numbers["spec_decode_num_draft_tokens"] > numbers["spec_decode_num_accepted_tokens"], "nothing was wrong"
+    assert answers[0] == answers[1]
+    assert [turn["cached"] for turn in answers[0]] == [0, 11 * PAGE_TOKENS, 12 * PAGE_TOKENS]
