@@ -50,8 +50,8 @@ class RankClient(StoreClient):
             self.abort,
             keys=[keys[index] for index in leased.indices],
         )
-        if session is not None and lease.slots:
-            self._held[lease] = Held(session, call)
+        if session is not None and lease.slots and not self._hold(lease, Held(session, call)):
+            return StripeLease(ns, [], no_views, self.abort, keys=[])
         return lease
 
     def commit_stripes(self, lease: StripeLease) -> None:

@@ -246,8 +246,8 @@ class StoreClient:
         wanted = api.Reserve(namespace=opened.number, num_blocks=num_blocks)
         call, offsets_bytes = self._ahead.take(session, wanted) or self._reserve(session, wanted)
         lease = WriteLease(ns, offsets_bytes, session.views, self.abort)
-        if offsets_bytes:
-            self._held[lease] = Held(session, call)
+        if offsets_bytes and not self._hold(lease, Held(session, call)):
+            return WriteLease(ns, [], no_views, self.abort)
         if num_blocks * ns.layout.block_bytes <= MAX_SHARE_AHEAD * session.tether.arena.capacity_bytes:
             self._ahead.renew(session, wanted, next(self._calls), self._budget_s)
         return lease
@@ -439,6 +439,14 @@ class StoreClient:
             session.tell(api.SessionRequest(end_leases=api.EndLeases(leases=[call])))  # in case it is only late
             return api.Leased()
         return reply.leased
+
+    def _hold(self, lease: WriteLease, held: Held) -> bool:
+        """Count a lease; False where its session ended before: a new one may have said that nothing writes there."""
+        self._held[lease] = held
+        if not held.session.is_over:
+            return True
+        self._end(lease)
+        return False
 
     def _end(self, lease: ReadLease | WriteLease) -> None:
         held = self._held.pop(lease, None)

@@ -7,7 +7,9 @@ from contextlib import closing
 
 import pytest
 
+from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client import ahead
+from kvstore.client.session import Session
 from kvstore.client.store_client import StoreClient
 from kvstore.namespace import Namespace
 from kvstore.testing.sidecar import Sidecar, eventually
@@ -106,3 +108,23 @@ def test_only_steps_that_follow_each_other_and_are_small_are_asked_for(
     for _ in range(3):
         client.abort(client.reserve(ns, num_blocks))
     assert client._ahead._spare is None
+
+
+def test_slots_of_a_session_that_ends_meanwhile_are_not_given_to_anybody(
+    client: StoreClient, ns: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the lease was counted, a new session may have told the sidecar that nothing writes to them any more."""
+    reserve_twice(client, ns)
+    take = client._ahead.take
+
+    def take_and_lose(session: Session, wanted: api.Reserve) -> tuple[int, list[int]] | None:
+        taken = take(session, wanted)
+        assert taken is not None
+        session.end()
+        eventually(lambda: client._connection.session not in (None, session))
+        return taken
+
+    with monkeypatch.context() as losing:
+        losing.setattr(client._ahead, "take", take_and_lose)
+        assert client.reserve(ns, STEP_BLOCKS).num_blocks == 0
+    eventually(lambda: num_left(client, ns) == NUM_ALLOWED)
