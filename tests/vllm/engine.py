@@ -35,6 +35,21 @@ NUMBERS = (
 )
 
 
+def offloading(*tiers: dict[str, Any], cpu_bytes: int = 16 << 20) -> dict[str, Any]:
+    """Settings of vLLM's own connector, with its CPU tier above ``tiers``; see ``tests.vllm.cpu_offload``."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CPUSpec",
+            "spec_module_path": "tests.vllm.cpu_offload",
+            "cpu_bytes_to_use": cpu_bytes,
+            "secondary_tiers": list(tiers),
+        },
+    }
+
+
 class Engine:
     """What can be said to it."""
 

@@ -31,19 +31,22 @@ VOCAB = 500
 
 
 class Runner:
-    """An engine without a model. ``store``: the connector's settings."""
+    """An engine without a model. ``store``: the connector's settings; ``transfer``: those of another connector."""
 
     def __init__(
         self,
         model: Path,
         store: dict[str, Any],
         *,
+        transfer: dict[str, Any] | None = None,
         num_pages: int,
         is_async: bool = False,
         step_tokens: int = 128,
         dtype: str = "float32",
     ) -> None:
         config = vllm_config(model, store, step_tokens, is_async=is_async, dtype=dtype)
+        if transfer is not None:
+            config.kv_transfer_config = KVTransferConfig(**transfer)
         config.cache_config.num_gpu_blocks = num_pages
         spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         group = KVCacheGroupSpec(layer_names=list(LAYERS), kv_cache_spec=spec)
@@ -126,7 +129,7 @@ class Runner:
             outputs = self.scheduler.update_from_output(*self._computed.popleft())
             for batch in outputs.values():
                 stats = batch.scheduler_stats and batch.scheduler_stats.kv_connector_stats
-                self.counts.update(stats or {})
+                self.counts.update({name: count for name, count in (stats or {}).items() if isinstance(count, int)})
             for output in (output for batch in outputs.values() for output in batch.outputs):
                 self.tokens[output.request_id] += output.new_token_ids
 

@@ -21,27 +21,13 @@ from vllm.v1.kv_offload.config import (
 from kvstore.errors import ConfigError
 from kvstore.testing.valkey import ValkeyServer
 from tests.vllm.cpu_offload import CPUSpec
-from tests.vllm.engine import EngineProcess, engine
+from tests.vllm.engine import EngineProcess, engine, offloading
 from tests.vllm.prompts import CROWD, NUM_TOKENS, PAGE_TOKENS, PROMPT
 from tests.vllm.test_tiers import damage
 
 ROW_BYTES = 8192
 WHOLE_CHUNKS = 10 * PAGE_TOKENS
 Expected = dict[str, list[list[int]]]
-
-
-def offloading(*tiers: dict[str, Any], cpu_bytes: int = 16 << 20) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "spec_name": "CPUSpec",
-            "spec_module_path": "tests.vllm.cpu_offload",
-            "cpu_bytes_to_use": cpu_bytes,
-            "secondary_tiers": list(tiers),
-        },
-    }
 
 
 def ours(**tables: Any) -> dict[str, Any]:

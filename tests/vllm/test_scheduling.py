@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from tests.vllm.engine import TRANSFER
 from tests.vllm.prompts import PAGE_TOKENS
 from tests.vllm.runner import Runner, answer_to
 
@@ -143,6 +144,32 @@ def test_what_is_not_to_be_stored_is_not(make: Make) -> None:
         runner.run()
         runner.scheduler.reset_prefix_cache()
     assert served(runner) == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_two_stores_under_vllms_multi_connector(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool
+) -> None:
+    """Both are given what is computed, one is loaded from, and what the first has forgotten the second loads."""
+    file = {"file": {"directories": [str(tmp_path)], "capacity": "16MiB"}}
+    children = [{**TRANSFER, "kv_connector_extra_config": extra} for extra in (STORE, {**STORE, **file})]
+    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    runner = make(transfer={**multi, "kv_connector_extra_config": {"connectors": children}}, is_async=is_async)
+    first, second = runner.scheduler.connector._connectors
+    caplog.set_level("INFO", logger="vllm.kvstore")
+    for name, num_loads in (("cold", 0), ("warm", 1), ("warm in the second", 2)):
+        runner.add(name, PROMPT)
+        runner.run()
+        assert runner.tokens[name] == answer_to(PROMPT, 8)
+        assert sum("160 from memory" in record.getMessage() for record in caplog.records) == num_loads
+        runner.scheduler.reset_prefix_cache()
+        if name == "warm":
+            first._scheduler.clear([*first._namespaces.values()])
+    for child in (first, second):
+        assert not child._scheduler._requests
+        assert not child._scheduler.has_work
+    pool = runner.scheduler.kv_cache_manager.block_pool
+    assert not sum(page.ref_cnt for page in pool.blocks if not page.is_null)
 
 
 def test_an_image_without_a_hash_is_not_taken_for_another(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
