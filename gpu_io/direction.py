@@ -62,6 +62,10 @@ class Direction:
         """Offset and size of the copies that a run of slots takes: one, or one for each chunk that is registered."""
         return [(0, num_bytes)] if self.registration is None else self.registration.cuts(address, num_bytes)
 
+    def is_registered(self, address: int, num_bytes: int) -> bool:
+        """Whether the device reaches these bytes of the host by itself."""
+        return self.registration is not None and self.registration.has(address, num_bytes)
+
     @contextmanager
     def follow(self, ticket: PipelineTicket) -> Iterator[None]:
         """What is submitted inside is ``ticket``'s; if it cannot be submitted whole, the ticket has failed."""

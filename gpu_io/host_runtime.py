@@ -77,6 +77,14 @@ def host_runtime(device: torch.device) -> HostRuntime | None:
     return None if path is None else LibraryRuntime(ctypes.CDLL(path), prefix, lambda: torch.cuda.set_device(index))
 
 
+def cuda_driver() -> Any:
+    """CUDA's driver in this process. Raises ``RuntimeError`` where torch uses another one, or none."""
+    path = None if torch.version.hip else _loaded("libcuda.so")
+    if path is None:
+        raise RuntimeError("there is no CUDA driver in this process")
+    return ctypes.CDLL(path)
+
+
 def _loaded(soname: str) -> str | None:
     """The file of a library that this process has loaded: another version of it would have a state of its own."""
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -83,6 +83,11 @@ class PipelineCopier:
         self._registration = None if memory is None or runtime is None else Registration(memory, runtime)
         self._offloads.registration = self._onboards.registration = self._registration
 
+    @property
+    def registered_bytes(self) -> int:
+        """How much of the memory that was given to ``reach`` the driver knows by now."""
+        return 0 if self._registration is None else self._registration.registered_bytes
+
     def close(self) -> None:
         """Wait for what is in flight, and let go. What a device never lets go of is kept for good."""
         self._closed = True

@@ -20,7 +20,8 @@ class PipelineTicket:
     def __init__(self, slots: Sequence[memoryview]) -> None:
         self.failed = False
         self.num_works = 0
-        """Submitted so far, or begun to be: what fails on its way to the device may have reached it."""
+        """Submitted so far, or begun to be, a batch counted by its copies: what fails on its way to the device may have
+        reached it."""
         self.tables: list[Tensor] = []
         """To be given back when the ticket is done."""
         self.ends: list[Fence] = []
@@ -30,9 +31,9 @@ class PipelineTicket:
         """How many layers are in place, and the fence that says so; in order."""
         self._slots = slots  # kept alive as long as the device may touch them
 
-    def submit(self, stream: Stream, work: Work) -> None:
+    def submit(self, stream: Stream, work: Work, num_copies: int = 1) -> None:
         """Give ``work``, a part of this copy, to ``stream``."""
-        self.num_works += 1
+        self.num_works += num_copies
         stream.submit(work)
 
     def done(self) -> bool:

@@ -39,6 +39,8 @@ class Registration:
         """So far, and by this object."""
         self.failure: str | None = None
         """Why no more will be."""
+        self._ours: set[int] = set()
+        """Numbers of the chunks that are ours to unregister."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-register", daemon=True)
         self._thread.start()
@@ -56,6 +58,12 @@ class Registration:
             offset += size
         return pieces
 
+    def has(self, address: int, num_bytes: int) -> bool:
+        """Whether all of this is registered by now, and by this object: who else has done so may undo it."""
+        first, last = address - self._address, address + num_bytes - 1 - self._address
+        chunks = range(first // self._chunk_bytes, last // self._chunk_bytes + 1)
+        return first >= 0 and all(chunk in self._ours for chunk in chunks)
+
     def let_go(self) -> None:
         """Begin to unregister. No copy is under way, and none begins."""
         self._closing.set()
@@ -68,9 +76,11 @@ class Registration:
     # ---- in the thread
 
     def _run(self) -> None:
-        ours = self._register()
+        self._register()
         self._closing.wait()
-        for address in ours:
+        ours, self._ours = self._ours, set()
+        for chunk in ours:
+            address = self._address + chunk * self._chunk_bytes
             try:
                 self._runtime.unregister(address)
             except RuntimeError as error:
@@ -78,10 +88,8 @@ class Registration:
         self.registered_bytes = 0
         self._memory.release()
 
-    def _register(self) -> list[int]:
-        """Chunk by chunk; returns where those begin that are ours to unregister."""
-        ours = []
-        for offset in range(0, self._num_bytes, self._chunk_bytes):
+    def _register(self) -> None:
+        for chunk, offset in enumerate(range(0, self._num_bytes, self._chunk_bytes)):
             address, num_bytes = self._address + offset, min(self._chunk_bytes, self._num_bytes - offset)
             if not self._wait_for_pages(address, num_bytes):
                 break
@@ -98,9 +106,8 @@ class Registration:
                 )
                 _log.warning("%s", self.failure)
                 break
-            ours.append(address)
+            self._ours.add(chunk)
             self.registered_bytes += num_bytes
-        return ours
 
     def _wait_for_pages(self, address: int, num_bytes: int) -> bool:
         """Wait until somebody has made the pages, or nobody does; whether to go on."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from gpu_io.hazards import Clock, HazardError, Hazards
 from gpu_io.host_runtime import HostRuntime
 from gpu_io.ranges import Ranges, ranges_of
-from gpu_io.streams import Fence, Work
+from gpu_io.streams import Batch, Fence, Work
 
 POISON = 0xAA
 
@@ -199,6 +199,8 @@ class SimulatedDevice:
         self.scheduler = scheduler or Prompt()
         self.runtime: HostRuntime | None = None
         """What registers host memory; a test may give one."""
+        self.many_at_once: Batch | None = None
+        """What copies in batches; a test may give one."""
         self._without = without
         self._pinned: set[int] = set()
         self._known: dict[int, Tensor] = {}  # kept, so that no other memory gets the address
@@ -223,11 +225,11 @@ class SimulatedDevice:
 
     def pinned(self, values: Sequence[int]) -> Tensor:
         """``values``, written by the host."""
-        pinned = torch.tensor(values, dtype=torch.int64)
-        self.know(pinned, "pinned memory")
-        self.host_writes(pinned)
-        self._pinned.add(pinned.data_ptr())
-        return pinned
+        return self._of_the_host(torch.tensor(values, dtype=torch.int64))
+
+    def pinned_memory(self, num_bytes: int) -> Tensor:
+        """Poisoned bytes, written by the host."""
+        return self._of_the_host(torch.full((num_bytes,), POISON, dtype=torch.uint8))
 
     def free(self, memory: Tensor) -> None:
         """Compute is the next to use it, or the host what is pinned. Who else touches it touches what is nobody's."""
@@ -241,6 +243,10 @@ class SimulatedDevice:
         if memory.numel():
             self.hazards.forget(address)
             del self._known[address]
+
+    def batch(self) -> Batch | None:
+        """``many_at_once``."""
+        return self.many_at_once
 
     def host_runtime(self) -> HostRuntime | None:
         """``runtime``."""
@@ -306,6 +312,12 @@ class SimulatedDevice:
             if self.fail_after < 0:
                 self.fail_after = None
                 raise torch.OutOfMemoryError("the simulated device is out of memory")
+
+    def _of_the_host(self, pinned: Tensor) -> Tensor:
+        self.know(pinned, "pinned memory")
+        self.host_writes(pinned)
+        self._pinned.add(pinned.data_ptr())
+        return pinned
 
     def _step(self) -> bool:
         ready = [] if self.is_held else [stream for stream in self._streams if stream.can_go_on]

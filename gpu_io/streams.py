@@ -8,6 +8,8 @@ Rule 3: the host knows that a fence was passed when ``query`` says so, and not b
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_io.host_runtime import HostRuntime
@@ -35,6 +37,16 @@ class Fence(Protocol):
 
     def wait(self) -> None:
         """Let what compute is given from now on wait for it. The host does not wait."""
+
+
+class Batch(Protocol):
+    """Copies many runs of bytes in one call, in the stream that is current and in any order among themselves."""
+
+    def copy(self, targets: NDArray[np.int64], sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """``sizes`` bytes from addresses to addresses, all of the device's or in pinned host memory.
+
+        Raises ``RuntimeError`` if the driver refuses; some of the copies may be on their way all the same.
+        """
 
 
 class Stream(Protocol):
@@ -65,8 +77,14 @@ class Device(Protocol):
     def pinned(self, values: Sequence[int]) -> Tensor:
         """``values`` as int64 in host memory that streams reach."""
 
+    def pinned_memory(self, num_bytes: int) -> Tensor:
+        """Bytes in host memory that streams reach. Raises ``RuntimeError`` if there is none."""
+
     def free(self, memory: Tensor) -> None:
-        """Give back ``memory`` or ``pinned`` bytes that nothing touches any more."""
+        """Give back any of these bytes, when nothing touches them any more."""
+
+    def batch(self) -> Batch | None:
+        """What copies many runs in one call, whether or not that is faster; None where nothing does."""
 
     def host_runtime(self) -> HostRuntime | None:
         """What registers host memory, so that copies from and to it are fast; None where nothing does."""

@@ -4,9 +4,11 @@
 A subclass named ``Test...`` says how its copier is opened, and on which device.
 """
 
+import ctypes
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_size_t, c_uint, c_void_p
+from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -166,6 +168,63 @@ class FakeLibrary:
     def _error(self, code: int) -> int:
         self.last_error = code
         return code
+
+
+class FakeDriver:
+    """libcuda as it is asked for batches of copies, and a fake: it has no device, and copies while it is called.
+
+    It has its own notion of the calls, so that a mistake in ``DriverBatch`` shows. ``version`` is the driver's, as it
+    writes it. From the call number ``refuse_from`` on, counted from 0, it refuses, and may have made copies before.
+    """
+
+    def __init__(self, *, version: int = 13000, refuse_from: int | None = None) -> None:
+        self.refuse_from = refuse_from
+        self.calls: list[list[tuple[int, int, int]]] = []
+        """Of each batch the copies: target, source, bytes."""
+        self.attributes: list[tuple[int, ...]] = []
+        """Of each batch: order of sources, two hints of a type and an id, flags; first copy, how many, stream."""
+        self.asked: list[int] = []
+        """Versions that the call was asked for in."""
+        self._version = version
+        arrays, count = [c_void_p] * 3, c_size_t
+        first = [c_int, *arrays, count, c_void_p, c_void_p, c_size_t]
+        self._entries = {
+            12080: ctypes.CFUNCTYPE(*first, c_void_p, c_void_p)(self._copy_12080),
+            13000: ctypes.CFUNCTYPE(*first, c_void_p)(self._copy_13000),
+        }
+
+    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802 - the driver's name
+        version._obj.value = self._version
+        return 0
+
+    def cuGetProcAddress_v2(self, name: Any, entry: Any, version: Any, flags: c_uint64, status: Any) -> int:  # noqa: N802 - the driver's name
+        self.asked.append(version.value)
+        if flags.value != 0 or version.value > self._version:
+            return 1
+        found = [since for since in self._entries if since <= version.value]
+        is_there = bool(found) and name.value == b"cuMemcpyBatchAsync"
+        entry._obj.value = ctypes.cast(self._entries[max(found)], c_void_p).value if is_there else None
+        status._obj.value = 0 if is_there else 1
+        return 0
+
+    def _copy_12080(self, *arguments: int) -> int:
+        *same, fault, stream = arguments
+        code = self._copy_13000(*same, stream)
+        c_size_t.from_address(fault).value = 1 if code else 0
+        return code
+
+    def _copy_13000(self, *arguments: int) -> int:
+        targets, sources, sizes, count, attributes, firsts, num_attributes, stream = arguments
+        columns = [(c_uint64 * count).from_address(column) for column in (targets, sources, sizes)]
+        copies = list(zip(*columns, strict=True))
+        number = len(self.calls)
+        self.calls.append(copies)
+        described = struct.unpack("=I iiii I", ctypes.string_at(attributes, 24))
+        self.attributes.append((*described, c_size_t.from_address(firsts).value, num_attributes, stream))
+        is_refused = self.refuse_from is not None and number >= self.refuse_from
+        for target, source, num_bytes in copies[::-1][: 1 if is_refused else count]:  # no order among them is promised
+            ctypes.memmove(target, source, num_bytes)
+        return 1 if is_refused else 0
 
 
 class CopierContract:

@@ -1,16 +1,20 @@
 """Every accelerator that torch knows: CUDA, ROCm and others are one device, through ``torch.accelerator``."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gpu_io.host_runtime import HostRuntime, host_runtime
-from gpu_io.streams import Fence, Work
+from gpu_io.driver_batch import DriverBatch
+from gpu_io.host_runtime import HostRuntime, cuda_driver, host_runtime
+from gpu_io.streams import Batch, Fence, Work
 from kvstore.errors import LayoutError
 
 HIGH_PRIORITY = -1
 """Where a device knows priorities, small kernels of a side stream do not queue behind the large ones of a prefill."""
+
+_log = logging.getLogger(__name__)
 
 
 class TorchStream:
@@ -70,8 +74,20 @@ class TorchDevice:
         """Pinned, because a copy from pageable memory would make the host wait for the stream."""
         return torch.tensor(values, dtype=torch.int64, pin_memory=True)
 
+    def pinned_memory(self, num_bytes: int) -> Tensor:
+        """From torch's own reserve."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def free(self, memory: Tensor) -> None:
         """Nothing: torch takes it back with the last reference."""
+
+    def batch(self) -> Batch | None:
+        """CUDA's, from 12.8 on."""
+        try:
+            return DriverBatch(cuda_driver(), lambda: torch.cuda.current_stream(self._device).cuda_stream)
+        except RuntimeError as error:
+            _log.info("there are no batches of copies on %s: %s", self._device, error)
+            return None
 
     def host_runtime(self) -> HostRuntime | None:
         """CUDA's or HIP's."""

@@ -1,16 +1,18 @@
 """What the pipeline gives to streams, each saying which bytes it touches."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_io.packing import Packer
 from gpu_io.pages import PagedKV
 from gpu_io.ranges import Ranges, ranges_of
+from gpu_io.streams import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,36 @@ class Copy:
     def writes(self) -> list[Ranges]:
         """The target."""
         return [ranges_of(self.target)]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Copies between pinned host memory and the device in one call."""
+
+    batch: Batch
+    rows: NDArray[np.int64]
+    """``[copy][address of the target, address of the source, bytes]``."""
+    refused: Callable[[RuntimeError], None]
+    """Called in the stream that is current, to do it another way. Some of the copies may be on their way already."""
+
+    def run(self) -> None:
+        """Have it done."""
+        try:
+            self.batch.copy(*self.rows.T)
+        except RuntimeError as error:
+            self.refused(error)
+
+    def reads(self) -> list[Ranges]:
+        """All sources."""
+        return self._ranges(1)
+
+    def writes(self) -> list[Ranges]:
+        """All targets."""
+        return self._ranges(0)
+
+    def _ranges(self, side: int) -> list[Ranges]:
+        sizes = self.rows[:, 2]
+        return [Ranges(self.rows[sizes == size, side], size) for size in set(sizes.tolist())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,32 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from gpu_io import direct_path, direction, pipeline, pipeline_ticket, staged_path
+from gpu_io import calibration, direct_path, direction, pipeline, pipeline_ticket, staged_path
+from gpu_io.driver_batch import DriverBatch
+from gpu_io.host_runtime import HostRuntime, LibraryRuntime
 from gpu_io.packing import TorchPacker
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
+from gpu_io.registration import Registration, span_of
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
-from gpu_io.testing import IN_ORDER, NUM_LAYERS, NUM_PAGES, STRIDED, Pages, Slots, finish, started
+from gpu_io.testing import (
+    IN_ORDER,
+    NUM_LAYERS,
+    NUM_PAGES,
+    STRIDED,
+    FakeDriver,
+    FakeLibrary,
+    Pages,
+    Slots,
+    finish,
+    started,
+)
 
 ALL_LAYERS = range(NUM_LAYERS)
 NUM_SLOTS = 18
@@ -66,12 +81,37 @@ class Attend:
         return []
 
 
+class Path(NamedTuple):
+    """A way that pages may go."""
+
+    axes: str
+    is_direct: bool = False
+    is_batched: bool = False
+
+
+class KnownAtOnce(Registration):
+    """Memory that the driver knows without a thread, for there are many worlds."""
+
+    def __init__(self, memory: memoryview, runtime: HostRuntime) -> None:
+        self._address, self._num_bytes = span_of(memory)
+        self._chunk_bytes = 1 << 30
+        self._ours = {0}
+
+    def let_go(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class World:
     """An engine's pages, slots, and a copier on a simulated device."""
 
-    def __init__(self, device: SimulatedDevice, axes: str) -> None:
+    def __init__(self, device: SimulatedDevice, path: Path, refuse_from: int | None = None) -> None:
         self.device = device
-        self.engine = Pages(axes, 1, dtype=torch.bfloat16, device="cpu")
+        device.runtime = LibraryRuntime(FakeLibrary(), "cuda")
+        device.many_at_once = DriverBatch(FakeDriver(refuse_from=refuse_from), lambda: 0) if path.is_batched else None
+        self.engine = Pages(path.axes, 1, dtype=torch.bfloat16, device="cpu")
         self.kv = self.engine.kv
         for tensor in self.engine.tensors:
             device.know(tensor, "pages")
@@ -79,6 +119,7 @@ class World:
         self.host = [torch.frombuffer(view, dtype=torch.uint8) for view in self.slots.views]
         device.know(torch.frombuffer(self.slots.memory, dtype=torch.uint8), "slots")
         self.copier = PipelineCopier(self.kv, device, TorchPacker(self.kv))
+        self.copier.reach(memoryview(self.slots.memory))
 
     def values(self, slots: Sequence[int]) -> list[float]:
         """What is in slots, as the host sees it: one value each, if all is well."""
@@ -93,16 +134,16 @@ class World:
         raise AssertionError("the device does not go on")
 
 
-def first_onboard(device: SimulatedDevice, axes: str) -> None:
+def first_onboard(device: SimulatedDevice, path: Path) -> None:
     """The first use of buffers is one that does not wait for compute."""
-    world = World(device, axes)
+    world = World(device, path)
     finish(world.copier.onboard(world.slots.views[:NUM_PAGES], range(NUM_PAGES)))
     world.copier.close()
 
 
-def offloads(device: SimulatedDevice, axes: str) -> None:
+def offloads(device: SimulatedDevice, path: Path) -> None:
     """Of what compute has hardly written, and writes again as soon as it may."""
-    world = World(device, axes)
+    world = World(device, path)
     device.compute.submit(Fill(world.kv, SIX, 10))
     first = started(world.copier.offload(SIX, world.slots.views[:6]))
     world.spin(first.pages_free)
@@ -120,9 +161,9 @@ def offloads(device: SimulatedDevice, axes: str) -> None:
     device.finish_compute()
 
 
-def onboards(device: SimulatedDevice, axes: str) -> None:
+def onboards(device: SimulatedDevice, path: Path) -> None:
     """Into pages that compute still reads; then it reads what came, layer by layer, and the slots are used again."""
-    world = World(device, axes)
+    world = World(device, path)
     for number, slot in enumerate(world.host):
         device.host_writes(slot)
         slot.view(torch.bfloat16).fill_(number)
@@ -147,9 +188,19 @@ def onboards(device: SimulatedDevice, axes: str) -> None:
     assert seen == [30 + page for page in SIX + THREE] * NUM_LAYERS + list(range(9)) * NUM_LAYERS
 
 
-def failures(device: SimulatedDevice, axes: str) -> None:
+def refusals(device: SimulatedDevice, path: Path) -> None:
+    """By the driver, of batches: when they are tried, and later."""
+    for refuse_from in range(8):
+        world = World(device, path, refuse_from)
+        device.compute.submit(Fill(world.kv, range(NUM_PAGES), 50))
+        finish(world.copier.offload(SIX, world.slots.views[:6]))
+        assert world.values(range(6)) == [50 + page for page in SIX]
+        world.copier.close()
+
+
+def failures(device: SimulatedDevice, path: Path) -> None:
     """Copies that cannot be submitted whole, each with one after it that can and goes through the same buffers."""
-    world = World(device, axes)
+    world = World(device, path)
     views = world.slots.views
     device.compute.submit(Fill(world.kv, range(NUM_PAGES), 40))
     for num_works in range(1, 7):
@@ -174,9 +225,9 @@ def failures(device: SimulatedDevice, axes: str) -> None:
     world.copier.close()
 
 
-def hang(device: SimulatedDevice, axes: str) -> None:
+def hang(device: SimulatedDevice, path: Path) -> None:
     """A device that does nothing takes so much and no more, and keeps what it may still touch."""
-    world = World(device, axes)
+    world = World(device, path)
     device.is_held = True
     views = world.slots.views
     with pytest.MonkeyPatch.context() as patch:
@@ -189,44 +240,54 @@ def hang(device: SimulatedDevice, axes: str) -> None:
     device.finish()
 
 
-LIFE = (first_onboard, offloads, onboards, failures, hang)
+LIFE = (first_onboard, offloads, onboards, refusals, failures, hang)
 
 
-def live(device: SimulatedDevice, axes: str) -> None:
+def live(device: SimulatedDevice, path: Path) -> None:
     """All that pages, slots and copiers go through. Raises ``AssertionError`` where a byte is wrong or nobody's."""
     for part_of_it in LIFE:
-        part_of_it(device, axes)
+        part_of_it(device, path)
 
 
-PATHS = {"staged": STRIDED[0], "direct": IN_ORDER[0]}
+PATHS = {
+    "staged": Path(STRIDED[0]),
+    "direct": Path(IN_ORDER[0], is_direct=True),
+    "batched": Path(IN_ORDER[0], is_direct=True, is_batched=True),
+}
 
 
-def make_small(patch: pytest.MonkeyPatch, path: str) -> str:
-    """Have pages go this way, in copies so small that there are many; returns an arrangement that does."""
-    patch.setattr(pipeline, "DIRECT_BYTES", 1 if path == "direct" else 1 << 60)
-    patch.setattr(direct_path, "DIRECT_BYTES", 1)
+def make_small(patch: pytest.MonkeyPatch, name: str) -> Path:
+    """Have pages go this way, in copies so small that there are many."""
+    path = PATHS[name]
+    patch.setattr(calibration, "WIN", 1e9)
+    patch.setattr(calibration, "LIMIT_S", 10)
+    patch.setattr(calibration, "NUM_COPIES", 2)
+    patch.setattr(calibration, "REPEATS", 1)
+    patch.setattr(pipeline, "Registration", KnownAtOnce)
+    patch.setattr(pipeline, "DIRECT_BYTES", 1 if path.is_direct else 1 << 60)
+    patch.setattr(direct_path, "DIRECT_BYTES", 8)
     patch.setattr(staged_path, "DIRECT_BYTES", 1)
     patch.setattr(staged_path, "BUFFER_BYTES", 2 * 768)  # two blocks
     patch.setattr(staged_path, "KERNEL_BYTES", 1)
     patch.setattr(pipeline, "NUM_BUFFERS", 2)
     patch.setattr(pipeline_ticket, "_QUERY_INTERVAL_S", 0)
-    return PATHS[path]
+    return path
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_unordered(path: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = make_small(monkeypatch, path)
+    way = make_small(monkeypatch, path)
     for scheduler in (Prompt(), Random(seed), Adversarial(seed)):
-        live(SimulatedDevice(scheduler), axes)
+        live(SimulatedDevice(scheduler), way)
 
 
 def misses(scheduler: Scheduler, path: str, without: str, kind: type[SimulatedDevice] = SimulatedDevice) -> bool:
     """Whether something is seen to go wrong without this wait."""
     with pytest.MonkeyPatch.context() as patch:
-        axes = make_small(patch, path)
+        way = make_small(patch, path)
         try:
-            live(kind(scheduler, without=without), axes)
+            live(kind(scheduler, without=without), way)
         except (AssertionError, IndexError):  # an index of poison is one
             return True
     return False
@@ -237,9 +298,9 @@ def all_waits() -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
     for path in PATHS:
         with pytest.MonkeyPatch.context() as patch:
-            axes = make_small(patch, path)
+            way = make_small(patch, path)
             device = SimulatedDevice()
-            live(device, axes)
+            live(device, way)
         for wait in device.waits:
             paths.setdefault(wait, []).append(path)
     return paths
@@ -249,7 +310,7 @@ def written_waits() -> set[str]:
     """Every line of the pipeline that waits for a fence or asks for one."""
     return {
         f"{module.__name__.rpartition('.')[2]}.py:{node.lineno}"
-        for module in (direct_path, direction, pipeline, pipeline_ticket, staged_path)
+        for module in (calibration, direct_path, direction, pipeline, pipeline_ticket, staged_path)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"wait", "query"}
     }
@@ -272,6 +333,14 @@ def test_every_wait_is_missed_when_it_is_left_out() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["direct", "batched"])
+def test_copies_are_seen_whether_they_are_made_one_by_one_or_in_batches(name: str) -> None:
+    """A batch is as good as its declared ranges: each wait beside it is missed on that path alone."""
+    waits = [wait for wait, paths in all_waits().items() if wait.startswith("direct_path.py") and name in paths]
+    assert len(waits) == 2
+    assert all(misses(Prompt(), name, wait) for wait in waits)
+
+
 class Blind(SimulatedDevice):
     """Looks at no access: only bytes that come out wrong show that a wait is missing."""
 
@@ -286,7 +355,8 @@ def test_without_a_wait_bytes_do_come_out_wrong() -> None:
     assert not [
         wait
         for wait, paths in all_waits().items()
-        if not wait.startswith("direction.py")  # what is wrong there is in buffers, or in copies that have failed
+        # What is wrong there is in buffers, in copies that have failed, or in no copy of anybody's.
+        if not wait.startswith(("direction.py", "calibration.py"))
         and not any(misses(Adversarial(seed), path, wait, Blind) for seed in seeds for path in paths)
     ]
 
