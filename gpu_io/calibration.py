@@ -40,7 +40,7 @@ def calibrated(device: Device, copy_bytes: int) -> Batch | None:
         taken.append(device.pinned_memory(3 * num_bytes))
         taken.append(device.memory(2 * num_bytes))
         stream.wait(device.compute_fence())  # it may have been compute's
-        wins = _wins(stream, batch, *(list(memory.view(-1, copy_bytes)) for memory in taken))
+        wins = _wins(device, stream, batch, *(memory.view(-1, NUM_COPIES, copy_bytes) for memory in taken))
         _log.info("batches of copies are %s", "used" if wins else "not faster on this device, and not used")
     except RuntimeError as error:
         _log.warning("batches of copies are not used: %s", error)
@@ -56,22 +56,21 @@ def calibrated(device: Device, copy_bytes: int) -> Batch | None:
     return batch if wins else None
 
 
-def _wins(stream: Stream, batch: Batch, host: Sequence[Tensor], on_device: Sequence[Tensor]) -> bool:
-    """Rule 2, with three pieces of host memory and two of the device for each copy.
+def _wins(device: Device, stream: Stream, batch: Batch, host: Tensor, there: Tensor) -> bool:
+    """Rule 2: of host memory ``[3][copy][byte]`` the first is sent, on the device ``[2][copy][byte]`` it is received.
 
     Raises ``RuntimeError`` if the driver refuses, if bytes differ or if time is up.
     """
     deadline_s = time.monotonic() + LIMIT_S
-    sent, *received = (host[start:][:NUM_COPIES] for start in range(0, 3 * NUM_COPIES, NUM_COPIES))
-    for number, piece in enumerate(sent):
-        piece.view(torch.int64).copy_(torch.arange(number, number + piece.numel() // 8))
-    there = on_device[:NUM_COPIES], on_device[NUM_COPIES:]
+    sent, back, single_back = host
+    sent.view(torch.int64).copy_(torch.arange(sent.numel() // 8).view(NUM_COPIES, -1))
     rivals = [
         [_batched(batch, there[0], sent)], _singles(there[1], sent),
-        [_batched(batch, received[0], there[0])], _singles(received[1], there[1]),
+        [_batched(batch, back, there[0])], _singles(single_back, there[1]),
     ]  # fmt: skip
     times = [[_timed(stream, works, deadline_s) for works in rivals] for _ in range(REPEATS + 1)]  # in turns
-    if not all(map(torch.equal, sent, received[0])):
+    device.host_copy(single_back.view(-1), back.view(-1))
+    if not single_back.equal(sent):
         raise RuntimeError("one moved other bytes than it was given")
     batched_in, single_in, batched_out, single_out = (
         statistics.median(column) for column in zip(*times[1:], strict=True)
@@ -94,11 +93,11 @@ def _see_through(fence: Fence, deadline_s: float) -> None:
             raise RuntimeError(f"the device did not pass a fence in {LIMIT_S} s")
 
 
-def _singles(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Work]:
+def _singles(targets: Tensor, sources: Tensor) -> list[Work]:
     return [Copy(target, source) for target, source in zip(targets, sources, strict=True)]
 
 
-def _batched(batch: Batch, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Work:
+def _batched(batch: Batch, targets: Tensor, sources: Tensor) -> Work:
     def refused(error: RuntimeError) -> None:
         raise error
 

@@ -57,8 +57,7 @@ class DirectPath:
             for page_address, slot_address, num_bytes in runs
             for offset, size in to.cuts(slot_address, num_bytes)
         ]
-        # A driver may refuse a batch with host memory that is not registered.
-        if self._batch is None or len(pieces) == 1 or not all(to.is_registered(*piece[1:]) for piece in pieces):
+        if self._batch is None or len(pieces) == 1:
             for piece in pieces:
                 ticket.submit(to.copies, self._copy(piece, is_offload=is_offload))
             return

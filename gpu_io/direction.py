@@ -1,4 +1,4 @@
-"""One direction of the pipeline: its two streams, its staging buffers, its tickets in flight."""
+"""One direction of the pipeline: its two streams, its staging buffers, its bounce, its tickets in flight."""
 
 import logging
 from collections import deque
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu_io.bounce import Bounce
+from gpu_io.bounced_ticket import BouncedTicket
 from gpu_io.pipeline_ticket import PipelineTicket
 from gpu_io.registration import Registration
 from gpu_io.streams import Device, Fence
@@ -31,13 +33,14 @@ class Buffer:
 class Direction:
     """``kernels`` gather or scatter, ``copies`` cross the link."""
 
-    def __init__(self, device: Device, num_buffers: int, buffer_bytes: int) -> None:
+    def __init__(self, device: Device, num_buffers: int, buffer_bytes: int, bounce: Bounce) -> None:
         self._device = device
         self.kernels, self.copies = device.stream(), device.stream()
         self._buffers = deque(Buffer(device.memory(buffer_bytes)) for _ in range(num_buffers))
         self.registration: Registration | None = None
         """Of the memory that slots lie in."""
-        self._in_flight: deque[PipelineTicket] = deque()
+        self.bounce = bounce
+        self._in_flight: deque[PipelineTicket | BouncedTicket] = deque()
         if self._buffers:
             self.copies.wait(device.compute_fence())  # they may be memory that compute has just given up
 
@@ -74,9 +77,12 @@ class Direction:
         except RuntimeError:  # what torch raises when device memory is short, or the device is lost
             _log.exception("a copy between pages and slots failed; its blocks count as missing")
             ticket.failed = True
-        self._in_flight.append(ticket)
         if ticket.num_works:
             ticket.ends = self._ends(ticket)
+
+    def add(self, ticket: PipelineTicket | BouncedTicket) -> None:
+        """It is in flight, until it is done."""
+        self._in_flight.append(ticket)
 
     def close(self) -> bool:
         """Wait for what is in flight, and give all memory back; what a stuck copy may touch is kept for good.
@@ -91,13 +97,14 @@ class Direction:
                 stuck = True
                 keep_for_good(ticket)
             else:
-                self._free_tables(ticket)
+                ticket.let_go()
         if stuck:
-            keep_for_good(self._buffers)
+            keep_for_good((self._buffers, self.bounce))
             return False
         for buffer in self._buffers:
             self._device.free(buffer.memory)
         self._buffers.clear()
+        self.bounce.close()
         return True
 
     def _ends(self, ticket: PipelineTicket) -> list[Fence]:
@@ -113,12 +120,7 @@ class Direction:
     def _settle(self) -> None:
         """Let go of the tickets that are done, in their order."""
         while self._in_flight and self._in_flight[0].done():
-            self._free_tables(self._in_flight.popleft())
-
-    def _free_tables(self, ticket: PipelineTicket) -> None:
-        for table in ticket.tables:
-            self._device.free(table)
-        ticket.tables = []
+            self._in_flight.popleft().let_go()
 
 
 def keep_for_good(what: object) -> None:

@@ -8,10 +8,13 @@ Rule 1: an offload starts after the compute submitted before it has written, an 
 Rule 2: a staging buffer is used again after its last use; one stream waits for the other, the host for neither.
 Rule 3: compute waits for the layer it is about to read, and for nothing else.
 Rule 4: slots, pages and tables are somebody else's again when the host has seen the fence after their last use.
+Rule 5: a device is given no slot that is not registered; its bytes go through the bounce.
 """
 
 from collections.abc import Sequence
 
+from gpu_io.bounce import Bounce
+from gpu_io.bounced_ticket import BouncedTicket, Round, rounds_of
 from gpu_io.copier import Ticket
 from gpu_io.direct_path import DIRECT_BYTES, DirectPath
 from gpu_io.direction import Direction, keep_for_good
@@ -44,32 +47,23 @@ class PipelineCopier:
         else:
             self._path = StagedPath(kv, device, packer)
             buffers = NUM_BUFFERS, self._path.buffer_bytes
-        self._offloads, self._onboards = Direction(device, *buffers), Direction(device, *buffers)
+        num_blocks = -(-kv.num_pages // kv.pages_per_block)
+        self._offloads, self._onboards = (
+            Direction(device, *buffers, Bounce(device, kv.layout.block_bytes, num_blocks)) for _ in range(2)
+        )
         self._closed = False
 
     def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
         """Start to copy pages into slots."""
         self._require_open()
         self._kv.require_room(pages, slots)
-        if not self._offloads.has_room:
-            return None
-        ticket = PipelineTicket(slots)
-        with self._offloads.follow(ticket):
-            if slots:
-                self._path.offload(self._offloads, ticket, tuple(pages), addresses(slots))
-        return ticket
+        return self._begin(self._offloads, pages, slots)
 
     def onboard(self, slots: Sequence[memoryview], pages: Sequence[int]) -> Ticket | None:
         """Start to copy slots into pages, the first layers first."""
         self._require_open()
         self._kv.require_fit(pages, slots)
-        if not self._onboards.has_room:
-            return None
-        ticket = PipelineTicket(slots)
-        with self._onboards.follow(ticket):
-            if slots:
-                self._path.onboard(self._onboards, ticket, tuple(pages), addresses(slots))
-        return ticket
+        return self._begin(self._onboards, pages, slots)
 
     def reach(self, memory: memoryview | None) -> None:
         """Register ``memory`` in the background instead of what was given before, once no copy is in flight."""
@@ -90,10 +84,36 @@ class PipelineCopier:
 
     def close(self) -> None:
         """Wait for what is in flight, and let go. What a device never lets go of is kept for good."""
+        if self._closed:
+            return
         self._closed = True
         is_over = [direction.close() for direction in (self._offloads, self._onboards)]
         if self._registration is not None:
             self._registration.close() if all(is_over) else keep_for_good(self._registration)
+
+    def _begin(self, to: Direction, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
+        if not to.has_room:
+            return None
+        starts = addresses(slots)
+        are_registered = [to.is_registered(start, self._kv.layout.block_bytes) for start in starts]
+        places = to.bounce.take(are_registered.count(False))
+        if places is None:
+            return None
+        is_offload = to is self._offloads
+        copy, pages = self._path.offload if is_offload else self._path.onboard, tuple(pages)
+
+        def submit(part: Round) -> PipelineTicket:
+            of_block = self._kv.pages_per_block
+            ticket = PipelineTicket(slots, self._device.free)
+            with to.follow(ticket):
+                if part.starts:
+                    copy(to, ticket, pages[part.blocks.start * of_block : part.blocks.stop * of_block], part.starts)
+            return ticket
+
+        rounds = rounds_of(starts, are_registered, places)
+        ticket = BouncedTicket(slots, rounds, to.bounce, submit, is_offload=is_offload) if places else submit(rounds[0])
+        to.add(ticket)
+        return ticket
 
     def _require_open(self) -> None:
         if self._closed:

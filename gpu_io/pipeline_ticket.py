@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,8 @@ _log = logging.getLogger(__name__)
 class PipelineTicket:
     """Fences of one copy: after its pages, after each layer, after all of it."""
 
-    def __init__(self, slots: Sequence[memoryview]) -> None:
+    def __init__(self, slots: Sequence[memoryview], free: Callable[[Tensor], None]) -> None:
+        """``free`` takes tables."""
         self.failed = False
         self.num_works = 0
         """Submitted so far, or begun to be, a batch counted by its copies: what fails on its way to the device may have
@@ -29,6 +30,7 @@ class PipelineTicket:
         """After the last access to the pages, where that is before the ends."""
         self.layer_ends: list[tuple[int, Fence]] = []
         """How many layers are in place, and the fence that says so; in order."""
+        self._free = free
         self._slots = slots  # kept alive as long as the device may touch them
 
     def submit(self, stream: Stream, work: Work, num_copies: int = 1) -> None:
@@ -45,13 +47,8 @@ class PipelineTicket:
         return self.done() if self.pages_end is None else self._is_passed(self.pages_end)
 
     def wait(self) -> None:
-        """Ask again and again, because a wait for the device itself could not be given up."""
-        deadline_s = time.monotonic() + COPY_TIMEOUT_S
-        while not self.done():
-            if time.monotonic() >= deadline_s:
-                self.failed = True
-                return
-            time.sleep(_QUERY_INTERVAL_S)
+        """See it through, or give up."""
+        self.failed |= not comes_true(self.done)
 
     def wait_layer(self, layer: int) -> None:
         """Let compute wait for ``layer``."""
@@ -59,6 +56,12 @@ class PipelineTicket:
             if layer < num_layers:
                 fence.wait()
                 return
+
+    def let_go(self) -> None:
+        """Give back the tables, when the ticket is done."""
+        for table in self.tables:
+            self._free(table)
+        self.tables = []
 
     def _is_passed(self, fence: Fence) -> bool:
         try:
@@ -68,3 +71,13 @@ class PipelineTicket:
                 _log.exception("the device failed while it copied; the pages and slots stay in quarantine")
             self.failed = True
             return False
+
+
+def comes_true(ask: Callable[[], bool]) -> bool:
+    """Ask again and again, because a wait for the device itself could not be given up; for a while at most."""
+    deadline_s = time.monotonic() + COPY_TIMEOUT_S
+    while not ask():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(_QUERY_INTERVAL_S)
+    return True

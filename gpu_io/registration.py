@@ -11,6 +11,8 @@ import ctypes
 import logging
 import mmap
 import threading
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
 
 import numpy as np
 
@@ -35,6 +37,8 @@ class Registration:
         self._runtime = runtime
         self._address, self._num_bytes = span_of(memory)
         self._chunk_bytes = chunk_bytes
+        end = self._address + self._num_bytes
+        self._edges = [*range(self._address, end, chunk_bytes), end]
         self.registered_bytes = 0
         """So far, and by this object."""
         self.failure: str | None = None
@@ -46,17 +50,10 @@ class Registration:
         self._thread.start()
 
     def cuts(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
-        """Offset and size of the pieces of a copy, none of which crosses from one chunk into the next."""
-        first = address - self._address
-        if not 0 <= first < self._num_bytes:
-            return [(0, num_bytes)]
-        pieces = []
-        offset = 0
-        while offset < num_bytes:
-            size = min(num_bytes - offset, self._chunk_bytes - (first + offset) % self._chunk_bytes)
-            pieces.append((offset, size))
-            offset += size
-        return pieces
+        """Offset and size of the pieces of a copy, none of which crosses from one chunk into the next, or in or out."""
+        end = address + num_bytes
+        inside = self._edges[bisect_right(self._edges, address) : bisect_left(self._edges, end)]
+        return [(start - address, stop - start) for start, stop in pairwise([address, *inside, end])]
 
     def has(self, address: int, num_bytes: int) -> bool:
         """Whether all of this is registered by now, and by this object: who else has done so may undo it."""
@@ -101,8 +98,9 @@ class Registration:
             except RuntimeError as error:
                 self.failure = (
                     f"the accelerator's driver pinned {self.registered_bytes} of {self._num_bytes} bytes of the memory"
-                    f" tier and not the next {num_bytes}: {error}; copies with the rest are slower. Host RAM is short,"
-                    " not the GPU's: lower memory.capacity, or raise the container's memory and ulimit -l"
+                    f" tier and not the next {num_bytes}: {error}; copies with the rest are slower, through a pinned"
+                    " buffer. Host RAM is short, not the GPU's: lower memory.capacity, or raise the container's memory"
+                    " and ulimit -l"
                 )
                 _log.warning("%s", self.failure)
                 break

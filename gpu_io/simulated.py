@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gpu_io.bounced_ticket import BouncedTicket
 from gpu_io.hazards import Clock, HazardError, Hazards
 from gpu_io.host_runtime import HostRuntime
 from gpu_io.ranges import Ranges, ranges_of
@@ -231,6 +232,12 @@ class SimulatedDevice:
         """Poisoned bytes, written by the host."""
         return self._of_the_host(torch.full((num_bytes,), POISON, dtype=torch.uint8))
 
+    def host_copy(self, target: Tensor, source: Tensor) -> None:
+        """Where streams may touch neither side at the same time."""
+        self.host_reads(source)
+        self.host_writes(target)
+        target.copy_(source)
+
     def free(self, memory: Tensor) -> None:
         """Compute is the next to use it, or the host what is pinned. Who else touches it touches what is nobody's."""
         address = memory.data_ptr()
@@ -300,6 +307,8 @@ class SimulatedDevice:
         places = []
         while frame is not None and (name := _product_file(frame.f_code.co_filename)):
             places.append(f"{name}:{frame.f_lineno}")
+            if frame.f_code is BouncedTicket.begin_round.__code__:
+                break  # whoever asks after a ticket makes it go on, and that is no other wait
             frame = frame.f_back
         where = " < ".join(places)
         self.waits.add(where)

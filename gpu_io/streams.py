@@ -80,6 +80,9 @@ class Device(Protocol):
     def pinned_memory(self, num_bytes: int) -> Tensor:
         """Bytes in host memory that streams reach. Raises ``RuntimeError`` if there is none."""
 
+    def host_copy(self, target: Tensor, source: Tensor) -> None:
+        """The host copies flat bytes between two places in host memory, now, without the interpreter lock."""
+
     def free(self, memory: Tensor) -> None:
         """Give back any of these bytes, when nothing touches them any more."""
 

@@ -1,5 +1,6 @@
 """Every accelerator that torch knows: CUDA, ROCm and others are one device, through ``torch.accelerator``."""
 
+import ctypes
 import logging
 from collections.abc import Sequence
 
@@ -77,6 +78,10 @@ class TorchDevice:
     def pinned_memory(self, num_bytes: int) -> Tensor:
         """From torch's own reserve."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def host_copy(self, target: Tensor, source: Tensor) -> None:
+        """In this thread: torch's own pool would take cores from the engine."""
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
     def free(self, memory: Tensor) -> None:
         """Nothing: torch takes it back with the last reference."""

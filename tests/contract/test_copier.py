@@ -7,15 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_io import cpu_copier, direct_path, pipeline, staged_path
+from gpu_io import bounce, calibration, cpu_copier, direct_path, pipeline, staged_path
 from gpu_io.copier import Copier
 from gpu_io.cpu_copier import CpuCopier, CpuTicket
 from gpu_io.device import copier_for
+from gpu_io.direction import Direction
+from gpu_io.driver_batch import DriverBatch
 from gpu_io.packing import TorchPacker, packer_for
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
-from gpu_io.testing import IN_ORDER, NUM_LAYERS, NUM_PAGES, STRIDED, CopierContract, Pages, Slots, finish, started
+from gpu_io.testing import (
+    IN_ORDER,
+    NUM_LAYERS,
+    NUM_PAGES,
+    STRIDED,
+    CopierContract,
+    FakeDriver,
+    Pages,
+    Slots,
+    finish,
+    started,
+)
 from gpu_io.torch_device import TorchDevice
 from kvstore.errors import LayoutError
 
@@ -48,11 +61,13 @@ class SimulatedContract(CopierContract):
     """The pipeline on a device whose every access is checked."""
 
     scheduler: Scheduler = Prompt()
+    slots_are_registered = True
     device_bytes: SimulatedDevice
 
     @pytest.fixture(autouse=True)
     def simulated(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         self.device_bytes = SimulatedDevice(self.scheduler)
+        monkeypatch.setattr(Direction, "is_registered", lambda *args: self.slots_are_registered)
         self.constrain(monkeypatch)
         yield
         self.device_bytes.finish()
@@ -110,6 +125,40 @@ class TestDirectPipeline(SimulatedContract):
     def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
         monkeypatch.setattr(direct_path, "DIRECT_BYTES", 1)
+
+
+class TestBatchedPipeline(SimulatedContract):
+    """As such pages are copied where the driver is given batches, and those are always faster."""
+
+    scheduler = Adversarial(3)
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
+        monkeypatch.setattr(direct_path, "DIRECT_BYTES", 8)
+        monkeypatch.setattr(calibration, "WIN", 1e9)
+        monkeypatch.setattr(calibration, "LIMIT_S", WAIT_S)
+        self.device_bytes.many_at_once = DriverBatch(FakeDriver(), lambda: 0)
+
+
+class TestBouncedPipeline(SimulatedContract):
+    """From and into slots that the driver does not know, in rounds of one block."""
+
+    scheduler = Random(4)
+    slots_are_registered = False
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 1)
+
+
+class TestBouncedPipelineInBatches(TestBatchedPipeline):
+    """The same with all that is new at once, against an adversary."""
+
+    scheduler = Adversarial(5)
+    slots_are_registered = False
+
+    def constrain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().constrain(monkeypatch)
+        monkeypatch.setattr(bounce, "BOUNCE_BYTES", 4 << 10)
 
 
 @pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator that torch can use; this machine has none")

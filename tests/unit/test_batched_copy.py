@@ -252,9 +252,8 @@ def test_large_runs_go_to_the_driver_in_batches(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_single_run_and_slots_that_are_not_registered_need_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_run_needs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    finish(world.copier.offload(PAGES_APART, world.slots.views))
     world.register()
     finish(world.copier.offload([7], world.slots.views[:1]))
     assert world.batches() == []

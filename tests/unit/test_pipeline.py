@@ -10,14 +10,22 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gpu_io import calibration, direct_path, direction, pipeline, pipeline_ticket, staged_path
+from gpu_io import (
+    bounce,
+    bounced_ticket,
+    calibration,
+    direct_path,
+    direction,
+    pipeline,
+    pipeline_ticket,
+    staged_path,
+)
+from gpu_io.direction import Direction
 from gpu_io.driver_batch import DriverBatch
-from gpu_io.host_runtime import HostRuntime, LibraryRuntime
 from gpu_io.packing import TorchPacker
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
-from gpu_io.registration import Registration, span_of
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
 from gpu_io.testing import (
     IN_ORDER,
@@ -25,7 +33,6 @@ from gpu_io.testing import (
     NUM_PAGES,
     STRIDED,
     FakeDriver,
-    FakeLibrary,
     Pages,
     Slots,
     finish,
@@ -87,21 +94,8 @@ class Path(NamedTuple):
     axes: str
     is_direct: bool = False
     is_batched: bool = False
-
-
-class KnownAtOnce(Registration):
-    """Memory that the driver knows without a thread, for there are many worlds."""
-
-    def __init__(self, memory: memoryview, runtime: HostRuntime) -> None:
-        self._address, self._num_bytes = span_of(memory)
-        self._chunk_bytes = 1 << 30
-        self._ours = {0}
-
-    def let_go(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    is_registered: bool = True
+    """Whether the driver knows the slots."""
 
 
 class World:
@@ -109,7 +103,6 @@ class World:
 
     def __init__(self, device: SimulatedDevice, path: Path, refuse_from: int | None = None) -> None:
         self.device = device
-        device.runtime = LibraryRuntime(FakeLibrary(), "cuda")
         device.many_at_once = DriverBatch(FakeDriver(refuse_from=refuse_from), lambda: 0) if path.is_batched else None
         self.engine = Pages(path.axes, 1, dtype=torch.bfloat16, device="cpu")
         self.kv = self.engine.kv
@@ -119,7 +112,6 @@ class World:
         self.host = [torch.frombuffer(view, dtype=torch.uint8) for view in self.slots.views]
         device.know(torch.frombuffer(self.slots.memory, dtype=torch.uint8), "slots")
         self.copier = PipelineCopier(self.kv, device, TorchPacker(self.kv))
-        self.copier.reach(memoryview(self.slots.memory))
 
     def values(self, slots: Sequence[int]) -> list[float]:
         """What is in slots, as the host sees it: one value each, if all is well."""
@@ -135,10 +127,21 @@ class World:
 
 
 def first_onboard(device: SimulatedDevice, path: Path) -> None:
-    """The first use of buffers is one that does not wait for compute."""
+    """The first use of buffers is one that does not wait for compute; what comes is read as soon as it may be."""
     world = World(device, path)
+    for number, slot in enumerate(world.host):
+        device.host_writes(slot)
+        slot.view(torch.bfloat16).fill_(number)
+    seen: list[float] = []
+    few = started(world.copier.onboard(world.slots.views[:3], THREE))
+    for layer in ALL_LAYERS:
+        few.wait_layer(layer)
+        device.compute.submit(Attend(world.kv, THREE, range(layer, layer + 1), seen))
+    finish(few)
     finish(world.copier.onboard(world.slots.views[:NUM_PAGES], range(NUM_PAGES)))
     world.copier.close()
+    device.finish_compute()
+    assert seen == [0, 1, 2] * NUM_LAYERS
 
 
 def offloads(device: SimulatedDevice, path: Path) -> None:
@@ -253,6 +256,8 @@ PATHS = {
     "staged": Path(STRIDED[0]),
     "direct": Path(IN_ORDER[0], is_direct=True),
     "batched": Path(IN_ORDER[0], is_direct=True, is_batched=True),
+    "bounced": Path(STRIDED[0], is_registered=False),
+    "bounced in batches": Path(IN_ORDER[0], is_direct=True, is_batched=True, is_registered=False),
 }
 
 
@@ -263,13 +268,14 @@ def make_small(patch: pytest.MonkeyPatch, name: str) -> Path:
     patch.setattr(calibration, "LIMIT_S", 10)
     patch.setattr(calibration, "NUM_COPIES", 2)
     patch.setattr(calibration, "REPEATS", 1)
-    patch.setattr(pipeline, "Registration", KnownAtOnce)
+    patch.setattr(Direction, "is_registered", lambda *args: path.is_registered)
     patch.setattr(pipeline, "DIRECT_BYTES", 1 if path.is_direct else 1 << 60)
     patch.setattr(direct_path, "DIRECT_BYTES", 8)
     patch.setattr(staged_path, "DIRECT_BYTES", 1)
     patch.setattr(staged_path, "BUFFER_BYTES", 2 * 768)  # two blocks
     patch.setattr(staged_path, "KERNEL_BYTES", 1)
     patch.setattr(pipeline, "NUM_BUFFERS", 2)
+    patch.setattr(bounce, "BOUNCE_BYTES", 6 * 768)  # rounds of three blocks
     patch.setattr(pipeline_ticket, "_QUERY_INTERVAL_S", 0)
     return path
 
@@ -310,7 +316,16 @@ def written_waits() -> set[str]:
     """Every line of the pipeline that waits for a fence or asks for one."""
     return {
         f"{module.__name__.rpartition('.')[2]}.py:{node.lineno}"
-        for module in (calibration, direct_path, direction, pipeline, pipeline_ticket, staged_path)
+        for module in (
+            bounce,
+            bounced_ticket,
+            calibration,
+            direct_path,
+            direction,
+            pipeline,
+            pipeline_ticket,
+            staged_path,
+        )
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"wait", "query"}
     }

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu_io import direction, pipeline, pipeline_ticket, staged_path
+from gpu_io.direction import Direction
 from gpu_io.packing import TorchPacker
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.pipeline_ticket import PipelineTicket
@@ -17,6 +18,12 @@ from gpu_io.works import Copy, Pack, Unpack
 
 BLOCK_BYTES = 768
 LAYER_BYTES = BLOCK_BYTES // NUM_LAYERS
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver knows all slots."""
+    monkeypatch.setattr(Direction, "is_registered", lambda *args: True)
 
 
 class Recorder(SimulatedDevice):
@@ -98,8 +105,8 @@ def test_staging_memory_is_bounded_and_given_back() -> None:
     finish(copier.offload(range(NUM_PAGES), slots.views))
     pages_and_slots = len(engine.tensors) + 1
     buffers = 2 * pipeline.NUM_BUFFERS
-    tables = 2
-    assert len(device._known) == pages_and_slots + buffers + tables
+    tables, bounces = 2, 2
+    assert len(device._known) == pages_and_slots + buffers + tables + bounces
     copier.close()
     assert len(device._known) == pages_and_slots
 
@@ -204,7 +211,9 @@ def test_a_copy_that_takes_too_long_has_failed_but_is_not_done(monkeypatch: pyte
     assert ticket.failed
     assert not ticket.done()
     assert not ticket.pages_free()
-    assert len(device._known) == num_known - pipeline.NUM_BUFFERS
+    assert len(device._known) == num_known - pipeline.NUM_BUFFERS - 1  # buffers and bounce of the other direction
+    copier.close()
+    assert len(device._known) == num_known - pipeline.NUM_BUFFERS - 1
     device.is_held = False
     device.finish()
     assert ticket.done()

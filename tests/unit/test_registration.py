@@ -213,6 +213,29 @@ def test_no_copy_crosses_two_registrations(axes: str, monkeypatch: pytest.Monkey
     assert not library.registered
 
 
+@pytest.mark.parametrize(
+    ("start", "size", "expected"),
+    [
+        (10, 20, [(0, 20)]),
+        (90, 20, [(0, 10), (10, 10)]),
+        (50, 200, [(0, 50), (50, 100), (150, 50)]),
+        (-30, 40, [(0, 30), (30, 10)]),
+        (240, 30, [(0, 10), (10, 20)]),
+        (-30, 20, [(0, 20)]),
+        (250, 20, [(0, 20)]),
+        (-10, 300, [(0, 10), (10, 100), (110, 100), (210, 50), (260, 40)]),
+    ],
+)
+def test_a_copy_is_cut_where_a_registration_begins_or_ends(
+    start: int, size: int, expected: list[tuple[int, int]]
+) -> None:
+    """Of 250 bytes in chunks of 100; memory that is pinned apart may lie right beside them."""
+    memory = memoryview(bytearray(250))
+    registered = Registration(memory, LibraryRuntime(FakeLibrary(), "cuda"), chunk_bytes=100)
+    assert registered.cuts(span_of(memory)[0] + start, size) == expected
+    registered.close()
+
+
 def partial_chunks(memory: memoryview, runtime: LibraryRuntime) -> Registration:
     return Registration(memory, runtime, chunk_bytes=PAGE)
 
@@ -251,7 +274,7 @@ def test_other_memory_is_registered_once_no_copy_is_in_flight() -> None:
 def test_memory_that_could_not_be_pinned_is_copied_all_the_same(
     num_pinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CR-034: a limit on what may be pinned costs speed and a warning, and no byte."""
+    """CR-034: a limit on what may be pinned costs speed and a warning, and no byte; the rest is bounced."""
     monkeypatch.setattr("gpu_io.pipeline.Registration", partial_chunks)
     device = SimulatedDevice(Adversarial(1))
     device.runtime = LibraryRuntime(FakeLibrary(fail_at=num_pinned), "cuda")
@@ -262,7 +285,16 @@ def test_memory_that_could_not_be_pinned_is_copied_all_the_same(
     device.know(torch.frombuffer(slots.memory, dtype=torch.uint8), "slots")
     copier = PipelineCopier(engine.kv, device, TorchPacker(engine.kv))
     copier.reach(memoryview(slots.memory))
-    wait_for(lambda: "copies with the rest are slower" in caplog.text)
+    wait_for(lambda: "copies with the rest are slower, through a pinned buffer" in caplog.text)
+    bounced: list[int] = []
+    host_copy = device.host_copy
+
+    def noted(target: torch.Tensor, source: torch.Tensor) -> None:
+        bounced.append(target.numel())
+        host_copy(target, source)
+
+    monkeypatch.setattr(device, "host_copy", noted)
     finish(copier.offload(range(9), slots.views))
     assert bytes(slots.memory) == b"".join(engine.block([page]) for page in range(9))
+    assert len(bounced) == 9 - num_pinned * (PAGE // engine.kv.layout.block_bytes)
     copier.close()

@@ -5,13 +5,15 @@ import ctypes
 import pytest
 import torch
 
-from gpu_io import direct_path, pipeline, staged_path
+from gpu_io import calibration, direct_path, pipeline, staged_path
+from gpu_io.direction import Direction
+from gpu_io.driver_batch import DriverBatch
 from gpu_io.packing import TorchPacker
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
 from gpu_io.simulated import POISON, Prompt, SimulatedDevice, SimulatedStream
 from gpu_io.streams import Work
-from gpu_io.testing import IN_ORDER, MLA, NUM_PAGES, STRIDED, Pages, Slots, finish
+from gpu_io.testing import IN_ORDER, MLA, NUM_PAGES, STRIDED, FakeDriver, Pages, Slots, finish
 
 
 class Confined:
@@ -60,17 +62,21 @@ class ConfinedDevice(SimulatedDevice):
         return stream
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("way", ["staged", "direct", "batched", "bounced"])
 @pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
 @pytest.mark.parametrize("pages_per_block", [1, 2])
 def test_works_touch_what_they_declare(
-    axes: str, pages_per_block: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+    axes: str, pages_per_block: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1 if is_direct else 1 << 60)
-    monkeypatch.setattr(direct_path, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1 if way in {"direct", "batched"} else 1 << 60)
+    monkeypatch.setattr(direct_path, "DIRECT_BYTES", 8)
+    monkeypatch.setattr(calibration, "WIN", 1e9)
+    monkeypatch.setattr(calibration, "LIMIT_S", 10)
+    monkeypatch.setattr(Direction, "is_registered", lambda *args: way != "bounced")
     monkeypatch.setattr(staged_path, "BUFFER_BYTES", 3000)
     monkeypatch.setattr(staged_path, "KERNEL_BYTES", 1)
     device = ConfinedDevice(Prompt())
+    device.many_at_once = DriverBatch(FakeDriver(), lambda: 0) if way == "batched" else None
     engine = Pages(axes, 1, dtype=torch.bfloat16, device="cpu", pages_per_block=pages_per_block)
     slots = Slots(engine.kv, NUM_PAGES // pages_per_block, gap_bytes=16)
     for tensor in engine.tensors:
