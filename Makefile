@@ -71,7 +71,8 @@ bench-tiers: setup ## Speed of every tier beside its limit: build/bench-tiers.js
 	$(BIN)/python -m bench.tiers $(ARGS)
 
 test-gpu: setup ## What needs an accelerator; without one it is skipped, and says so
-	$(BIN)/python -m pytest -rs tests/contract/test_copier.py::TestPipeline tests/integration/test_accelerator.py $(ARGS)
+	$(BIN)/python -m pytest -rs tests/contract/test_copier.py::TestPipeline tests/contract/test_copier.py::TestPipelineInBatches \
+		tests/integration/test_accelerator.py $(ARGS)
 
 bench-gpu: setup ## Speed of the pipeline beside one plain pinned copy: build/bench-gpu.json, or that it has not run
 	$(BIN)/python -m bench.gpu $(ARGS)

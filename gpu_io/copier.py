@@ -23,7 +23,7 @@ class Ticket(Protocol):
         """
 
     def done(self) -> bool:
-        """Whether the copy touches nothing any more. Never waits."""
+        """Whether the copy touches nothing any more. Never waits, but does the host's part of it, if there is one."""
 
     def pages_free(self) -> bool:
         """Whether it touches its pages no more, so that compute may write to them; for an offload well before the end.
@@ -37,8 +37,8 @@ class Ticket(Protocol):
     def wait_layer(self, layer: int) -> None:
         """Compute submitted after this call finds the bytes of ``layer`` in place, unless the ticket ``failed``.
 
-        On an accelerator the current stream waits, and the host does not. ``failed`` is to be asked after the last
-        layer: a copy can fail at any time until it is done.
+        On an accelerator the current stream waits, and the host only for what it has a part in (``bounced_ticket``).
+        ``failed`` is to be asked after the last layer: a copy can fail at any time until it is done.
         """
 
 
@@ -46,7 +46,7 @@ class Copier(Protocol):
     """Copies between the pages of one ``PagedKV`` and slots of its layout.
 
     ``pages`` are ids, ``pages_per_block`` for each of ``slots`` in a block's order; a slot is exactly ``block_bytes``.
-    None is the answer when too many tickets are in flight: nothing was started, ask again later. Both calls raise
+    None is the answer when too much is in flight: nothing was started, ask again later. Both calls raise
     ``LayoutError`` for pages or slots that do not fit and ``ClosedError`` after ``close``; nothing was started then.
     """
 

@@ -15,6 +15,8 @@ NOUNS = ("pool", "mover", "store", "promotion", "copydown", "lending")
 CLIENTS = "tests/fault/test_sidecar_clients.py"
 RANKS = "tests/fault/test_sidecar_ranks.py"
 TENANTS = "tests/integration/test_sidecar_tenants.py"
+BATCHES = ("tests/unit/test_batched_copy.py",)
+BOUNCE = ("tests/unit/test_bounce.py",)
 SUITE = (*(f"tests/unit/test_{noun}.py" for noun in NOUNS), "tests/stateful")
 
 
@@ -41,6 +43,48 @@ MUTANTS = (
         "return max(0, layers.stop - (self.num_stripes - 1) * self.num_layers)",
         "return min(layers.stop, self.num_layers)",
         ("tests/unit/test_copy_plan.py",),
+    ),
+    Mutant(
+        "a batch is read before compute has written",
+        "gpu_io/driver_batch.py",
+        "STREAM_ORDER = 1",
+        "STREAM_ORDER = 3",
+        BATCHES,
+    ),
+    Mutant(
+        "a batch that the driver refuses is lost",
+        "gpu_io/direct_path.py",
+        "self._copy(piece, is_offload=is_offload).run()",
+        "pass",
+        BATCHES,
+    ),
+    Mutant(
+        "memory that a device may still write to is given back",
+        "gpu_io/calibration.py",
+        "            keep_for_good(taken)\n            return None",
+        "            pass",
+        BATCHES,
+    ),
+    Mutant(
+        "what somebody else has registered counts as ours",
+        "gpu_io/registration.py",
+        "                continue\n",
+        "                self._ours.add(chunk)\n                continue\n",
+        BATCHES,
+    ),
+    Mutant(
+        "the host finishes a copy that has failed",
+        "gpu_io/bounced_ticket.py",
+        "if self._is_offload and not self.failed:",
+        "if self._is_offload:",
+        BOUNCE,
+    ),
+    Mutant(
+        "a round begins after the ticket has failed",
+        "gpu_io/bounced_ticket.py",
+        "if self._rounds and not self.failed:",
+        "if self._rounds:",
+        BOUNCE,
     ),
     Mutant(
         "a pinned block may be evicted",

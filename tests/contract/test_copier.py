@@ -163,12 +163,22 @@ class TestBouncedPipelineInBatches(TestBatchedPipeline):
 
 @pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator that torch can use; this machine has none")
 class TestPipeline(CopierContract):
-    """The real thing, from and into pageable memory."""
+    """The real thing, from and into memory that the driver was not told of, which is bounced."""
 
     device = str(ACCELERATOR)
 
     def open(self, kv: PagedKV) -> Copier:
         return PipelineCopier(kv, TorchDevice(kv.device), packer_for(kv))
+
+
+class TestPipelineInBatches(TestPipeline):
+    """The same with pages that are copied directly, in the driver's batches, whether or not those are faster."""
+
+    @pytest.fixture(autouse=True)
+    def batched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
+        monkeypatch.setattr(direct_path, "DIRECT_BYTES", 8)
+        monkeypatch.setattr(calibration, "WIN", 1e9)
 
 
 # ---- the CPU copier

@@ -1,7 +1,9 @@
 """What only an accelerator can show: kernels on it, its driver's registration, and the reference engine's KV on it."""
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -10,13 +12,21 @@ from connectors.torch_engine.config import EngineConfig
 from connectors.torch_engine.opening import open_engine
 from connectors.torch_engine.request import EngineRequest
 from connectors.torch_engine.sampling import SamplingParams
+from gpu_io import calibration, direct_path, pipeline
+from gpu_io.calibration import calibrated
+from gpu_io.direct_path import DIRECT_BYTES
 from gpu_io.host_runtime import host_runtime
 from gpu_io.kernels import TritonPacker
 from gpu_io.packing import TorchPacker, packer_for
+from gpu_io.pages import PagedKV
+from gpu_io.pipeline import PipelineCopier
 from gpu_io.registration import Registration
-from gpu_io.testing import DTYPES, IN_ORDER, MLA, NUM_LAYERS, STRIDED, Pages
+from gpu_io.testing import DTYPES, IN_ORDER, MLA, NUM_LAYERS, NUM_PAGES, STRIDED, Pages, Slots, finish, started
+from gpu_io.torch_device import TorchDevice
+from gpu_io.works import CopyBatch
 from kvstore.config import Config
 from kvstore.opening import open_store
+from kvstore.testing.sidecar import eventually
 from kvstore.tiers.memory import Arena
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
@@ -58,6 +68,75 @@ def test_the_driver_registers_an_arena_and_lets_it_go() -> None:
                 time.sleep(0.001)
             registered.close()
             assert registered.failure is None
+
+
+@contextmanager
+def arena_of(kv: PagedKV, num_blocks: int) -> Iterator[tuple[memoryview, list[memoryview]]]:
+    """Slots for so many blocks, and the memory that they are in."""
+    block_bytes = kv.layout.block_bytes
+    with closing(Arena(-(-num_blocks * block_bytes // PAGESIZE) * PAGESIZE, may_be_huge=False)) as arena:
+        slots = arena.views(range(0, num_blocks * block_bytes, block_bytes), block_bytes)
+        yield arena.view(0, arena.capacity_bytes), slots
+        slots.clear()
+
+
+def test_the_drivers_batches_move_what_single_copies_move(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between pages and registered slots, wherever the driver has batches, and though they may be slower."""
+    if TorchDevice(torch.device(DEVICE)).batch() is None:
+        pytest.skip(f"the driver of {DEVICE} has no batched memcpy")
+    monkeypatch.setattr(calibration, "WIN", 1e9)
+    monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(direct_path, "DIRECT_BYTES", 8)
+    batched = CopyBatch.run
+    sizes: list[int] = []
+
+    def counted(work: CopyBatch) -> None:
+        sizes.append(len(work.rows))
+        batched(work)
+
+    engine = Pages(IN_ORDER[0], 1, dtype=torch.bfloat16, device=DEVICE)
+    copier = PipelineCopier(engine.kv, TorchDevice(engine.kv.device), TorchPacker(engine.kv))
+    monkeypatch.setattr(CopyBatch, "run", counted)
+    with arena_of(engine.kv, 4) as (memory, slots):
+        copier.reach(memory)
+        eventually(lambda: copier.registered_bytes == memory.nbytes)
+        finish(copier.offload([7, 2, 5, 0], slots))
+        assert b"".join(map(bytes, slots)) == b"".join(engine.block([page]) for page in (7, 2, 5, 0))
+        finish(copier.onboard(slots, [1, 3, 6, 8]))
+        assert [engine.block([page]) for page in (1, 3, 6, 8)] == [engine.block([page]) for page in (7, 2, 5, 0)]
+        copier.close()
+    assert sizes == [4] * (1 + NUM_LAYERS)
+    assert not caplog.records
+
+
+def test_whether_batches_are_faster_is_known_soon_and_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    device = TorchDevice(torch.device(DEVICE))
+    torch.accelerator.synchronize()
+    started_s = time.perf_counter()
+    calibrated(device, DIRECT_BYTES)
+    assert time.perf_counter() - started_s < 1
+    assert not caplog.records
+
+
+def test_slots_that_are_not_registered_do_not_make_the_host_wait() -> None:
+    """While the accelerator computes, copies are begun and not done; then they are, and every byte is there."""
+    engine = Pages(STRIDED[0], 1, dtype=torch.bfloat16, device=DEVICE)
+    expected = [engine.block([page]) for page in range(NUM_PAGES)]
+    one, result = torch.ones(2, 8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    copier = PipelineCopier(engine.kv, TorchDevice(engine.kv.device), packer_for(engine.kv))
+    slots = Slots(engine.kv, NUM_PAGES)
+    torch.accelerator.synchronize()
+    for _ in range(200):
+        torch.mm(one, one, out=result)
+    computed = torch.accelerator.current_stream().record_event()
+    ticket = started(copier.offload(range(NUM_PAGES), slots.views))
+    assert not ticket.done()
+    assert not computed.query()
+    finish(ticket)
+    assert [bytes(view) for view in slots.views] == expected
+    copier.close()
 
 
 def test_the_engine_answers_the_same_from_ram_as_from_its_pages() -> None:

@@ -13,10 +13,12 @@ from bench import gpu
 def test_every_measurement_runs(model: str) -> None:
     rows = gpu.measure(model, torch.device("cpu"), num_blocks=2, repeats=1, matmul_size=8)
     ways = {(row["way"], row["direction"]) for row in rows}
-    for way in ("plain pinned copy", "staged pipeline", "cross-layer blocks"):
+    pipelines = [f"{way}{slots}" for way in gpu.AXES for slots in ("", ", slots not registered")]
+    for way in ("plain pinned copy", *pipelines):
         assert {(way, direction) for direction in ("offload", "onboard", "both ways")} <= ways
-    assert ("a copy for each fragment", "offload") in ways
-    assert ("staged pipeline: slowdown of a matmul", "onboard") in ways
+    runs = [f"{way}: {how}" for way in gpu.AXES for how in ("a copy for each run", "runs in batches")]
+    for way in (*runs, *(f"{way}: slowdown of a matmul" for way in pipelines)):
+        assert {(way, direction) for direction in ("offload", "onboard")} <= ways
 
 
 @pytest.mark.skipif(

@@ -246,7 +246,7 @@ def test_large_runs_go_to_the_driver_in_batches(monkeypatch: pytest.MonkeyPatch)
     assert bytes(world.slots.memory) == world.blocks(PAGES_APART)
     assert world.batches() == [4]
     finish(world.copier.onboard(world.slots.views, [1, 3, 6, 8]))
-    assert world.blocks([1, 3, 6, 8]) == bytes(world.slots.memory)
+    assert world.blocks([1, 3, 6, 8]) == world.blocks(PAGES_APART) == bytes(world.slots.memory)
     assert world.batches() == [4] + [4] * NUM_LAYERS
     world.copier.close()
 
@@ -292,6 +292,7 @@ def test_a_batch_that_is_refused_later_is_copied_one_by_one_and_no_other_is_trie
     world = World(monkeypatch, scheduler=Adversarial(1))
     world.register()
     world.driver.refuse_from = 1
+    moved = {"offload": world.blocks(PAGES_APART), "onboard": bytes(world.slots.memory)}[way]
     copy: Callable[[], Ticket | None] = {
         "offload": lambda: world.copier.offload(PAGES_APART, world.slots.views),
         "onboard": lambda: world.copier.onboard(world.slots.views, PAGES_APART),
@@ -301,7 +302,7 @@ def test_a_batch_that_is_refused_later_is_copied_one_by_one_and_no_other_is_trie
     world.device.is_held = False
     for ticket in tickets:
         finish(ticket)
-    assert bytes(world.slots.memory) == world.blocks(PAGES_APART)
+    assert bytes(world.slots.memory) == world.blocks(PAGES_APART) == moved
     assert caplog.text.count("refused a batch of copies") == 1
     num_calls = len(world.driver.calls)
     finish(copy())

@@ -175,6 +175,22 @@ def test_pinned_memory_is_the_hosts_again_when_it_is_freed() -> None:
         device.free(pinned)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_host_copies_what_no_stream_may_touch_at_the_same_time(reads: bool) -> None:
+    device, notes = SimulatedDevice(), list[str]()
+    target, source = device.pinned_memory(4), device.pinned_memory(4)
+    assert set(source.tolist()) == {POISON}
+    stream = device.stream()
+    stream.submit(Note("a", notes, read=[target] if reads else [], written=[] if reads else [source]))
+    fence = stream.fence()
+    with pytest.raises(HazardError, match="the host writes" if reads else "the host reads"):
+        device.host_copy(target, source)
+    assert fence.query()
+    source.fill_(7)
+    device.host_copy(target, source)
+    assert target.tolist() == [7] * 4
+
+
 def test_a_device_that_hangs_passes_nothing() -> None:
     device, notes = SimulatedDevice(), list[str]()
     stream = device.stream()
