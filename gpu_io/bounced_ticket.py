@@ -93,7 +93,7 @@ class BouncedTicket:
         self._is_late |= not comes_true(self.done)
 
     def wait_layer(self, layer: int) -> None:
-        """The host waits for all rounds but the last, once if they do not come, and compute for its layer of that one."""
+        """The host waits for all rounds but the last, once if they do not come; compute for its layer of that one."""
         self._is_late |= not comes_true(lambda: self.failed or len(self._rounds) == 1 or self.done())
         self._ticket.wait_layer(layer)
 
