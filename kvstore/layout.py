@@ -21,6 +21,13 @@ ITEMSIZE_BYTES = {
     "uint8": 1,
 }
 
+QUANTISED = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""What elements are stored as, by the name of the format that a setting asks for."""
+SCALE_BYTES = 2
+"""A scale is a bfloat16."""
+_SCALES = {f"channel-token of {dtype}": dtype for dtype in ("float32", "float16", "bfloat16")}
+"""``quantisation`` of blocks with scales, and the dtype of the elements before."""
+
 MAX_COUNT = (1 << 32) - 1
 
 _FORMAT = b"tkv-layout-1"
@@ -35,11 +42,14 @@ def slot_bytes(num_bytes: int) -> int:
 class Layout:
     """Bytes of one block: ``[stripe][layer][plane][token][head][dim]``, contiguous, little-endian, no padding.
 
+    Where it has scales (``quantised``), each layer of a stripe is followed by its own: K's, ``[head][dim]``, then V's,
+    ``[token][head]``.
+
     ``plane_dims`` is the content per token and head of each plane: ``(head_dim, head_dim)`` for K and V,
     ``(latent_dim,)`` with ``num_heads=1`` for MLA. ``num_heads`` counts KV heads of the whole model.
-    ``quantisation`` names a scheme and its scales. ``engine_format`` is set where an engine's pages are opaque
-    (packed for an instruction set); such blocks never match those of another engine. Each of ``num_stripes`` has as
-    many heads, in their order, so that ranks of every degree that divides ``num_stripes`` share the same blocks.
+    ``quantisation`` names a scheme, with its scales where a block has them. ``engine_format`` is set where an engine's
+    pages are opaque (packed for an instruction set); such blocks never match those of another engine. Each of
+    ``num_stripes`` has as many heads, in their order, so that ranks of every degree that divides it share the blocks.
     ``owner`` is whose blocks they are, where a sidecar tells its tenants apart: no client can name it. Raises
     ``LayoutError`` for what can be no block.
     """
@@ -67,20 +77,54 @@ class Layout:
             raise LayoutError("layout quantisation, engine_format and owner are texts; leave out what there is none of")
         if self.num_heads % self.num_stripes:
             raise LayoutError(f"{self.num_heads} heads do not make {self.num_stripes} stripes of as many heads each")
-        if self.num_stripes > 1 and (self.quantisation or self.engine_format):
+        if self.num_stripes > 1 and (self.engine_format or (self.quantisation and not self.has_scales)):
+            raise LayoutError("bytes of a foreign scheme make no stripes: nobody knows whose heads they are")
+        if self.has_scales and (self.dtype not in QUANTISED.values() or not self._has_plain_planes):
             raise LayoutError(
-                "only bytes as they are make stripes: nobody knows whose heads scales or packed bytes are"
+                f"a layout of {self.dtype} {self.plane_dims} cannot have scales; Layout.quantised makes it"
             )
+
+    def quantised(self, name: str) -> "Layout":
+        """Of the same blocks in the format ``name``: a byte an element, with scales per channel of K and token of V.
+
+        The dtype of the elements before stays a part of it. Raises ``LayoutError`` for a format that is not in
+        ``QUANTISED``, and for blocks that are not K and V, of the same dims, in floats of 16 or 32 bits.
+        """
+        if name not in QUANTISED:
+            raise LayoutError(f"quantisation {name!r} is not known; use one of {', '.join(QUANTISED)}")
+        if self.dtype not in _SCALES.values() or self.quantisation or not self._has_plain_planes:
+            raise LayoutError(
+                f"blocks of {self.dtype} {self.plane_dims}{self.quantisation}{self.engine_format} cannot be quantised,"
+                " only K and V as they are, in float32, float16 or bfloat16"
+            )
+        return replace(self, dtype=QUANTISED[name], quantisation=f"channel-token of {self.dtype}")
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is ``quantised``."""
+        return self.quantisation in _SCALES
+
+    @property
+    def _has_plain_planes(self) -> bool:
+        """Whether there are K and V, alike, and not packed."""
+        return len(self.plane_dims) == 2 and len(set(self.plane_dims)) == 1 and not self.engine_format
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
+        """Bytes of one token in all layers, without scales."""
         return ITEMSIZE_BYTES[self.dtype] * prod((self.num_layers, self.num_heads, sum(self.plane_dims)))
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.token_bytes * self.tokens_per_block
+        """Bytes of one block, with its scales."""
+        return self.token_bytes * self.tokens_per_block + self.scales_bytes
+
+    @cached_property
+    def scales_bytes(self) -> int:
+        """Bytes of a block's scales: each layer and head has one for each of K's channels and each of V's tokens."""
+        if not self.has_scales:
+            return 0
+        return SCALE_BYTES * self.num_layers * self.num_heads * (self.plane_dims[0] + self.tokens_per_block)
 
     def part(self, num_ranks: int) -> "Layout":
         """Of what one of ``num_ranks`` tensor-parallel ranks has of a block: whole stripes, and so one run of bytes.

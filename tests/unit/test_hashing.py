@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError, IdentityError, LayoutError, TokenError
 from kvstore.hashing import DIGESTS, Identity, block_keys, namespace_digest
-from kvstore.layout import Layout
+from kvstore.layout import QUANTISED, Layout
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
@@ -51,7 +51,7 @@ def test_vectors_of_chains(scheme: str) -> None:
 def test_a_process_with_another_hash_seed_computes_the_same_keys() -> None:
     """UX-001, WK-025: nothing depends on PYTHONHASHSEED."""
     program = (
-        "from kvstore.hashing import *; from kvstore.layout import Layout;"
+        "from kvstore.hashing import *; from kvstore.layout import QUANTISED, Layout;"
         "i = Identity('m', b'w', adapter='lora', salt='s');"
         "print(namespace_digest(i, Layout('float16', 2, 2, (8, 8), 4)).hex());"
         "print(block_keys(bytes(16), range(8), 4)[-1].hex())"
@@ -102,6 +102,13 @@ def test_everything_that_changes_the_bytes_changes_the_namespace(change: dict[st
 def test_every_field_of_a_layout_changes_its_fingerprint(change: dict[str, object]) -> None:
     """WK-012, WK-047, NU-006: same bytes, other meaning: another fingerprint."""
     assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint  # type: ignore[arg-type]  # any field
+
+
+def test_how_blocks_are_quantised_and_from_what_changes_the_fingerprint() -> None:
+    """WK-012: a block with scales is never read as one without, nor as one of another format or of other elements."""
+    plain = [replace(LAYOUT, dtype=dtype) for dtype in ("bfloat16", "float16", "int8", "float8_e4m3fn")]
+    stored = [layout.quantised(name) for layout in plain[:2] for name in QUANTISED]
+    assert len({layout.fingerprint for layout in (*plain, *stored)}) == 8
 
 
 def test_a_value_cannot_pass_for_that_of_another_field() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import LayoutError
-from kvstore.layout import Layout, slot_bytes
+from kvstore.layout import QUANTISED, Layout, slot_bytes
 
 
 def test_bytes_of_a_block() -> None:
@@ -55,6 +55,65 @@ def test_a_scheme_that_is_no_text_is_refused(field: str) -> None:
     extra: dict[str, Any] = {field: None}
     with pytest.raises(LayoutError, match=field):
         Layout("float16", 1, 1, (1,), 1, **extra)
+
+
+# ---- quantised
+
+LLAMA8B = Layout("bfloat16", 32, 8, (128, 128), 16)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_quantised_block_is_a_byte_for_each_element_and_its_scales(name: str, dtype: str) -> None:
+    stored = replace(LLAMA8B, dtype=dtype).quantised(name)
+    num_elements, num_scales = 2 * 32 * 16 * 8 * 128, 32 * 8 * (128 + 16)
+    assert stored.block_bytes == num_elements + 2 * num_scales
+    assert stored.has_scales
+    assert not LLAMA8B.has_scales
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plane_dims": (576,), "num_heads": 1},  # MLA
+        {"plane_dims": (128, 64)},
+        {"plane_dims": (128, 128, 128)},
+        {"dtype": "float8_e4m3fn"},
+        {"dtype": "uint8"},
+        {"engine_format": "packed"},
+        {"quantisation": "fp8"},
+    ],
+)
+def test_blocks_that_are_not_k_and_v_in_wide_floats_cannot_be_quantised(change: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="cannot be quantised"):
+        replace(LLAMA8B, **change).quantised("int8")
+
+
+def test_what_is_quantised_is_not_quantised_again() -> None:
+    with pytest.raises(LayoutError, match="cannot be quantised"):
+        LLAMA8B.quantised("int8").quantised("int8")
+
+
+@pytest.mark.parametrize("name", ["", "none", "int4", "float8_e4m3fn"])
+def test_a_format_that_nobody_knows_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(LayoutError, match="fp8, int8"):
+        LLAMA8B.quantised(name)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "bfloat16"}, {"plane_dims": (128,)}, {"plane_dims": (128, 64)}, {"engine_format": "packed"}]
+)
+def test_a_layout_that_comes_from_elsewhere_has_scales_only_where_they_can_be(change: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="cannot have scales"):
+        replace(LLAMA8B.quantised("int8"), **change)
+
+
+def test_heads_have_their_own_scales_so_that_quantised_blocks_make_stripes() -> None:
+    layout = replace(LLAMA8B, num_stripes=8).quantised("fp8")
+    parts = [layout.bytes_of(rank, 4) for rank in range(4)]
+    assert [part.start for part in parts] == [rank * layout.block_bytes // 4 for rank in range(4)]
+    assert parts[-1].stop == layout.block_bytes
+    assert layout.part(4) == replace(LLAMA8B, num_heads=2, num_stripes=2).quantised("fp8")
 
 
 # ---- stripes
