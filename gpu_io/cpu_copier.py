@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gpu_io.copier import COPY_TIMEOUT_S, Ticket
 from gpu_io.copy_plan import Shape, groups_of, in_turn
+from gpu_io.packing import Packer, torch_packer
 from gpu_io.pages import PagedKV
 from kvstore.errors import ClosedError, LayoutError
 
@@ -75,7 +76,10 @@ class CpuTicket:
 
 
 class CpuCopier:
-    """One memmove for each run of bytes where pages are in a block's order, else one strided copy for each page."""
+    """One memmove for each run of bytes where pages are in a block's order, else one strided copy for each page.
+
+    What is quantised goes layer by layer, through memory as large as one layer of all its blocks.
+    """
 
     def __init__(self, kv: PagedKV) -> None:
         """Raises ``LayoutError`` if ``kv`` is not on a CPU."""
@@ -83,6 +87,7 @@ class CpuCopier:
             raise LayoutError(f"the CPU copier cannot reach pages on {kv.device}; copier_for finds one that can")
         self._kv = kv
         self._layers = [layer.view(torch.uint8).numpy() for layer in kv.layers]
+        self._quantiser: Packer | None = torch_packer(kv) if kv.quantisation else None
         self._shape = shape = Shape.of(kv.layout)
         step = -(-RUN_BYTES // shape.layer_bytes) if kv.is_one_run else 1
         self._steps = in_turn(shape, groups_of(range(shape.num_layers), step))
@@ -116,6 +121,8 @@ class CpuCopier:
         if self._kv.is_in_order:
             for page_address, slot_address, num_bytes in self._kv.runs(pages, _addresses(blocks)):
                 ctypes.memmove(slot_address, page_address, num_bytes)
+        elif self._quantiser is not None:
+            self._quantise(self._quantiser, pages, blocks)
         else:
             for layer in range(len(self._layers)):
                 for in_page, in_block in self._pairs(layer, pages, blocks):
@@ -129,11 +136,32 @@ class CpuCopier:
             if self._kv.is_in_order:
                 for page_address, slot_address, num_bytes in self._kv.runs(pages, addresses, step):
                     ctypes.memmove(page_address, slot_address, num_bytes)
+            elif self._quantiser is not None:
+                self._dequantise(self._quantiser, blocks, pages, step)
             else:
                 for in_page, in_block in self._pairs(step.start, pages, blocks):
                     np.copyto(in_page, in_block)
             if num_ready := self._shape.num_ready(step):
                 ticket.advance(num_ready)
+
+    @torch.inference_mode()
+    def _quantise(self, quantiser: Packer, pages: Sequence[int], blocks: Sequence[NDArray[np.uint8]]) -> None:
+        for layer in self._shape.layers if blocks else ():
+            staged = torch.empty(len(blocks), self._shape.layer_bytes, dtype=torch.uint8)
+            quantiser.pack(torch.tensor(pages), staged.view(-1), range(layer, layer + 1))
+            for block, piece in zip(blocks, staged.numpy(), strict=True):
+                np.copyto(self._layer_of(block, layer), piece)
+
+    @torch.inference_mode()
+    def _dequantise(
+        self, quantiser: Packer, blocks: Sequence[NDArray[np.uint8]], pages: Sequence[int], layers: range
+    ) -> None:
+        for layer in layers if blocks else ():
+            staged = torch.from_numpy(np.stack([self._layer_of(block, layer) for block in blocks]))
+            quantiser.unpack(staged.view(-1), range(layer, layer + 1), torch.tensor(pages), range(layer, layer + 1))
+
+    def _layer_of(self, block: NDArray[np.uint8], layer: int) -> NDArray[np.uint8]:
+        return block[layer * self._shape.layer_bytes :][: self._shape.layer_bytes]
 
     def _pairs(
         self, layer: int, pages: Sequence[int], blocks: Sequence[NDArray[np.uint8]]

@@ -1,7 +1,7 @@
 """Pages to staging memory and back, on the device: bytes that lie scattered become a row of pieces of blocks.
 
-Staged bytes are ``[block][layer][plane][page of the block][token][head][dim]``, of some of the layers: with all of them
-they are blocks as they lie in slots.
+Staged bytes are ``[block][layer]`` and in each the bytes of the layer as they lie in a block, of some of the layers:
+with all of them they are blocks as they lie in slots.
 """
 
 import logging
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_io.pages import PagedKV
+from gpu_io.quantiser import TorchQuantiser
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Packer(Protocol):
     """Moves pages of one ``PagedKV``, in the stream that is current.
 
-    ``pages`` are ids, int64 on the device; ``staged`` is uint8, flat and exactly as large as ``pages`` in all layers
-    that are staged.
+    ``pages`` are ids, int64 on the device, of at least one block; ``staged`` is uint8, flat and exactly as large as
+    ``pages`` in all layers that are staged.
     """
 
     def pack(self, pages: Tensor, staged: Tensor, layers: range) -> None:
@@ -33,7 +34,10 @@ class Packer(Protocol):
 
 
 class TorchPacker:
-    """With torch's own indexing, which every device has. Takes the memory of one layer of the pages beside it."""
+    """With torch's own indexing, which every device has. Takes the memory of one layer of the pages beside it.
+
+    Elements are moved as they are, whatever ``kv`` says of their quantisation.
+    """
 
     def __init__(self, kv: PagedKV) -> None:
         self._bits = _BITS[kv.layers[0].itemsize]
@@ -61,34 +65,64 @@ class TorchPacker:
         return staged.view(self._bits).view(-1, len(layers), num_planes, self._pages_per_block, *page_shape)
 
 
+def torch_packer(kv: PagedKV) -> Packer:
+    """What moves and quantises the pages of ``kv`` on every device."""
+    return TorchQuantiser(kv) if kv.quantisation else TorchPacker(kv)
+
+
 def packer_for(kv: PagedKV) -> Packer:
     """Triton's kernels where they work on the device of ``kv``, whose pages nobody uses yet; else torch's indexing."""
+    proven = torch_packer(kv)
     try:
-        from gpu_io.kernels import TritonPacker  # noqa: PLC0415 - not every machine has triton
-
-        packer = TritonPacker(kv)
-        _require_same(packer, TorchPacker(kv), kv)
+        packer = _triton_packer(kv)
+        _require_same(packer, proven, kv)
     except Exception as error:  # noqa: BLE001 - an edge: a compiler for a device that it does not know raises anything
         _log.warning("Triton's kernels do not work on %s; torch gathers and scatters, slower: %s", kv.device, error)
-        return TorchPacker(kv)
+        return proven
     return packer
 
 
+def _triton_packer(kv: PagedKV) -> Packer:
+    from gpu_io.kernels import TritonPacker  # noqa: PLC0415 - not every machine has triton
+    from gpu_io.quantiser_kernels import TritonQuantiser  # noqa: PLC0415 - it needs triton as well
+
+    return TritonQuantiser(kv) if kv.quantisation else TritonPacker(kv)
+
+
 def _require_same(packer: Packer, proven: Packer, kv: PagedKV) -> None:
-    """Raises ``RuntimeError`` unless both move random bytes alike, out of the last pages and into them.
+    """Raises ``RuntimeError`` unless both make the same of the last pages, and the same pages of what is staged.
 
     The last ones, because addresses there are the largest. They have their own bytes again in the end.
     """
+    plain = TorchPacker(kv)
     pages = torch.arange(kv.num_pages - kv.pages_per_block, kv.num_pages, device=kv.device).flip(0)
-    layers, num_bytes = range(len(kv.layers)), kv.layout.block_bytes
-    chance = torch.Generator().manual_seed(1)
-    sent = torch.randint(0, 256, (2, num_bytes), dtype=torch.uint8, generator=chance).to(kv.device)
-    before, *received = torch.zeros(3, num_bytes, dtype=torch.uint8, device=kv.device)
-    proven.pack(pages, before, layers)
-    proven.unpack(sent[0], layers, pages, layers)
-    packer.pack(pages, received[0], layers)
-    packer.unpack(sent[1], layers, pages, layers)
-    proven.pack(pages, received[1], layers)
-    proven.unpack(before, layers, pages, layers)
-    if not sent.equal(torch.stack(received)):
+    layers = range(len(kv.layers))
+    before, *found = torch.zeros(3, _plain_bytes(kv), dtype=torch.uint8, device=kv.device)
+    packed, expected = torch.zeros(2, kv.layout.block_bytes, dtype=torch.uint8, device=kv.device)
+    plain.pack(pages, before, layers)
+    plain.unpack(_chance(kv), layers, pages, layers)
+    packer.pack(pages, packed, layers)
+    proven.pack(pages, expected, layers)
+    for each, content in zip((packer, proven), found, strict=True):
+        plain.unpack(before, layers, pages, layers)
+        each.unpack(expected, layers, pages, layers)
+        plain.pack(pages, content, layers)
+    plain.unpack(before, layers, pages, layers)
+    if not (packed.equal(expected) and found[0].equal(found[1])):
         raise RuntimeError("they move other bytes than torch does")
+
+
+def _plain_bytes(kv: PagedKV) -> int:
+    """Of a block before it is quantised."""
+    return kv.piece_bytes * kv.num_planes * kv.pages_per_block * len(kv.layers)
+
+
+def _chance(kv: PagedKV) -> Tensor:
+    """A block's plain bytes at random; of what is quantised, numbers."""
+    chance = torch.Generator().manual_seed(1)
+    num_bytes, first = _plain_bytes(kv), kv.layers[0]
+    if kv.quantisation:
+        sent = torch.randn(num_bytes // first.itemsize, generator=chance).to(first.dtype).view(torch.uint8)
+    else:
+        sent = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=chance)
+    return sent.to(kv.device)

@@ -42,10 +42,19 @@ class PagedKV:
     strides: the layers of each stripe, one stripe after the other.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], axes: str, *, pages_per_block: int = 1, num_stripes: int = 1) -> None:
-        """``num_stripes`` is that of the part of a block that these pages hold.
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        axes: str,
+        *,
+        pages_per_block: int = 1,
+        num_stripes: int = 1,
+        quantisation: str = "",
+    ) -> None:
+        """``num_stripes`` is that of the part of a block that these pages hold; ``quantisation`` is in ``QUANTISED``.
 
-        Raises ``LayoutError`` for tensors whose bytes cannot be told from ``axes`` or do not lie in place.
+        Raises ``LayoutError`` for tensors whose bytes cannot be told from ``axes`` or do not lie in place, and as
+        ``Layout.quantised`` does.
         """
         names = axes.split()
         _require_axes(names, axes)
@@ -56,7 +65,7 @@ class PagedKV:
         self.device = whole[0].device
         self.num_pages, self.num_planes, self.tokens_per_page, num_heads, dim = whole[0].shape
         self.pages_per_block = pages_per_block
-        self.layout = Layout(
+        plain = Layout(
             dtype=str(whole[0].dtype).removeprefix("torch."),
             num_layers=len(whole),
             num_heads=num_heads,
@@ -64,14 +73,17 @@ class PagedKV:
             tokens_per_block=self.tokens_per_page * pages_per_block,
             num_stripes=num_stripes,
         )
+        self.quantisation = quantisation
+        self.layout = plain.quantised(quantisation) if quantisation else plain
+        """Of blocks as they are stored."""
         heads = num_heads // num_stripes
         self.layers = tuple(layer.narrow(3, stripe * heads, heads) for stripe in range(num_stripes) for layer in whole)
         first = self.layers[0]
         self.piece_bytes = self.tokens_per_page * heads * dim * first.itemsize
         """Bytes of a page in one layer and plane."""
         self._page_stride_bytes = first.stride(0) * first.itemsize
-        self.is_in_order = _is_in_order(first)
-        """Whether the bytes of a page in one layer and plane are one run, in the order of a block."""
+        self.is_in_order = _is_in_order(first) and not quantisation
+        """Whether the bytes of a page in one layer and plane are one run of a block, as they are."""
         self._addresses = np.array(
             [
                 layer.data_ptr() + plane * layer.stride(1) * layer.itemsize

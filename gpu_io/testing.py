@@ -13,8 +13,10 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_io.copier import Copier, Ticket
@@ -43,13 +45,25 @@ DEGREES = (1, 2, 4, 8)
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 NUM_PAGES, NUM_LAYERS, TOKENS_PER_PAGE = 9, 3, 4
 GUARD = 0xAA
+QUANTISED_PAGES: tuple[tuple[str, str, torch.dtype, int], ...] = (
+    (IN_ORDER[0], "int8", torch.bfloat16, 1),
+    (IN_ORDER[3], "fp8", torch.float32, 2),
+    (STRIDED[0], "fp8", torch.float16, 1),
+    (BY_STRIPE, "int8", torch.float32, 2),
+    (STRIDED[3], "int8", torch.float16, 1),
+    (IN_ORDER[1], "fp8", torch.bfloat16, 1),
+    (STRIDED[1], "fp8", torch.bfloat16, 2),
+    (STRIDED[2], "int8", torch.float32, 1),
+    (IN_ORDER[2], "int8", torch.bfloat16, 1),
+)
+"""Axes, format, dtype and stripes: every arrangement of K and V, and every format of every dtype."""
 
 
 class Pages:
     """An engine's tensors in one arrangement, whose content is also read as [page, layer, plane, token, head, dim].
 
-    It has its own notion of axes and of stripes, so that a mistake in ``PagedKV`` shows. Of a model with ``num_heads``
-    it has ``heads``, all by default.
+    It has its own notion of axes, of stripes and of codes, so that a mistake in ``PagedKV`` shows. Of a model with
+    ``num_heads`` it has ``heads``, all by default.
     """
 
     def __init__(
@@ -63,26 +77,40 @@ class Pages:
         num_heads: int = 2,
         heads: slice = slice(None),
         num_stripes: int = 1,
+        quantisation: str = "",
     ) -> None:
         self._names = axes.split()
         self._num_stripes = num_stripes
+        self._quantisation = quantisation
         num_planes = 2 if "plane" in self._names else 1
         shape = (NUM_PAGES, NUM_LAYERS, num_planes, TOKENS_PER_PAGE, num_heads if "head" in self._names else 1, 8)
         generator = torch.Generator().manual_seed(seed)
         content = torch.randint(-100, 100, shape, generator=generator).to(dtype).to(device)[..., heads, :]
         one_by_one = [content] if "layer" in self._names else [content[:, [layer]] for layer in range(NUM_LAYERS)]
         self.tensors = [self._arranged(part) for part in one_by_one]
-        self.kv = PagedKV(self.tensors, axes, pages_per_block=pages_per_block, num_stripes=num_stripes)
+        self.kv = PagedKV(
+            self.tensors, axes, pages_per_block=pages_per_block, num_stripes=num_stripes, quantisation=quantisation
+        )
 
     def content(self) -> Tensor:
         """What is in all pages now, on the host."""
         return torch.cat([self._canonical(tensor) for tensor in self.tensors], dim=1).cpu()
 
     def block(self, pages: Sequence[int]) -> bytes:
-        """The bytes that the block in ``pages`` must have: ``[stripe][layer][plane][token][head][dim]``."""
+        """The bytes that the block in ``pages`` must have: ``[stripe][layer][plane][token][head][dim]``, and scales."""
         tokens = torch.cat([self.content()[page] for page in pages], dim=2)
         stripes = tokens.chunk(self._num_stripes, dim=3)
+        if self._quantisation:
+            return b"".join(stored(layer.float().numpy(), self._quantisation) for part in stripes for layer in part)
         return b"".join(stripe.contiguous().view(torch.uint8).numpy().tobytes() for stripe in stripes)
+
+    def loaded(self, block: bytes) -> Tensor:
+        """What a block that is ``quantised`` must become, ``[layer, plane, token, head, dim]``."""
+        layout = self.kv.layout
+        shape = (2, layout.tokens_per_block, layout.num_heads // self._num_stripes, layout.plane_dims[0])
+        pieces = np.frombuffer(block, dtype=np.uint8).reshape(self._num_stripes, layout.num_layers, -1)
+        stripes = [torch.stack([restored(piece, shape, self._quantisation) for piece in part]) for part in pieces]
+        return torch.cat(stripes, dim=3).to(self.tensors[0].dtype)
 
     def _full_order(self) -> list[str]:
         return [*self._names, *(name for name in ORDER if name not in self._names)]
@@ -94,6 +122,43 @@ class Pages:
     def _canonical(self, tensor: Tensor) -> Tensor:
         full = tensor.reshape(*tensor.shape, *[1] * (len(ORDER) - tensor.dim()))
         return full.permute([self._full_order().index(name) for name in ORDER])
+
+
+def magnitudes(name: str) -> NDArray[np.float32]:
+    """What a code without its sign stands for, by code: NaN is none of them."""
+    codes = torch.arange(127 if name == "fp8" else 128, dtype=torch.uint8)
+    return (codes.view(torch.float8_e4m3fn) if name == "fp8" else codes).float().numpy()
+
+
+def stored(layer: NDArray[np.float32], name: str) -> bytes:
+    """One layer of a block, ``[plane, token, head, dim]``, as it is stored in the format ``name``: by definition."""
+    codes, scales = [], []
+    numbers = magnitudes(name)
+    even_first = np.argsort(np.arange(len(numbers)) % 2, kind="stable")
+    for plane, axis in zip(layer, (0, 2), strict=True):
+        largest = np.abs(plane).max(axis=axis, keepdims=True)
+        is_finite = np.isfinite(largest)
+        least = np.maximum(np.where(is_finite, largest, 0) * np.float32(1 / numbers[-1]), np.float32(2.0**-100))
+        scale = torch.from_numpy(least).bfloat16()
+        quotients = np.where(is_finite, plane, 0) / scale.float().numpy()
+        distances = np.abs(np.abs(quotients)[..., None].astype(np.float64) - numbers[even_first])
+        nearest = even_first[distances.argmin(axis=-1)]
+        signed = nearest + 128 * np.signbit(quotients) if name == "fp8" else np.where(quotients < 0, -nearest, nearest)
+        codes.append(signed.astype(np.uint8).tobytes())
+        scales.append(np.where(is_finite, scale.view(torch.int16).numpy(), np.int16(0x7FC0)).tobytes())
+    return b"".join((*codes, *scales))
+
+
+def restored(piece: NDArray[np.uint8], shape: tuple[int, ...], name: str) -> Tensor:
+    """One layer of a block that is ``stored`` as numbers again, ``[plane, token, head, dim]``, in float32."""
+    _, tokens, heads, dim = shape
+    codes = piece[: 2 * tokens * heads * dim].reshape(shape).astype(np.int64)
+    signs = codes > 127
+    numbers = magnitudes(name)[np.where(signs, codes - 128 if name == "fp8" else 256 - codes, codes)]
+    scales = torch.from_numpy(piece[codes.size :].copy()).view(torch.bfloat16).float()
+    of_key, of_value = scales[: heads * dim].view(1, heads, dim), scales[heads * dim :].view(tokens, heads, 1)
+    signed = torch.from_numpy(np.where(signs, -numbers, numbers))
+    return torch.stack([signed[0] * of_key, signed[1] * of_value])
 
 
 class Slots:
@@ -360,6 +425,28 @@ class CopierContract:
         finish(ticket)
         for layer, copied in enumerate(seen):
             assert copied.cpu().equal(source.content()[:, layer])
+
+    @pytest.mark.parametrize(("axes", "name", "dtype", "num_stripes"), QUANTISED_PAGES)
+    def test_a_quantised_block_has_scales_of_its_own_and_comes_back_layer_by_layer(
+        self, opened: Callable[[PagedKV], Copier], axes: str, name: str, dtype: torch.dtype, num_stripes: int
+    ) -> None:
+        more: dict[str, Any] = {"pages_per_block": 2, "num_stripes": num_stripes, "quantisation": name}
+        source, target = (self.pages(axes, seed, dtype=dtype, **more) for seed in (1, 2))
+        slots = self.slots(source.kv, 2, 64)
+        finish(opened(source.kv).offload([7, 2, 3, 5], slots.views))
+        assert [bytes(view) for view in slots.views] == [source.block([7, 2]), source.block([3, 5])]
+        assert slots.guards() <= {GUARD}
+        expected = target.content()
+        loaded = torch.stack([target.loaded(bytes(view)) for view in slots.views])
+        by_page = loaded.view(*loaded.shape[:3], 2, -1, *loaded.shape[4:]).movedim(3, 1)
+        expected[[1, 0, 4, 8]] = by_page.flatten(0, 1)
+        ticket = started(opened(target.kv).onboard(slots.views, [1, 0, 4, 8]))
+        for layer in range(NUM_LAYERS):
+            ticket.wait_layer(layer)
+            seen = self.computed(partial(torch.cat, target.kv.layers[layer::NUM_LAYERS], dim=3))
+            assert seen.cpu().equal(expected[:, layer])
+        finish(ticket)
+        assert target.content().equal(expected)
 
     def test_whatever_memory_is_given_to_reach_the_bytes_are_the_same(
         self, opened: Callable[[PagedKV], Copier]

@@ -13,7 +13,7 @@ from gpu_io.cpu_copier import CpuCopier, CpuTicket
 from gpu_io.device import copier_for
 from gpu_io.direction import Direction
 from gpu_io.driver_batch import DriverBatch
-from gpu_io.packing import TorchPacker, packer_for
+from gpu_io.packing import packer_for, torch_packer
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
@@ -76,7 +76,7 @@ class SimulatedContract(CopierContract):
         """Nothing, by default."""
 
     def open(self, kv: PagedKV) -> Copier:
-        return PipelineCopier(kv, self.device_bytes, TorchPacker(kv))
+        return PipelineCopier(kv, self.device_bytes, torch_packer(kv))
 
     def pages(self, axes: str, seed: int = 1, *, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Pages:
         engine = super().pages(axes, seed, dtype=dtype, **more)

@@ -17,11 +17,24 @@ from gpu_io.calibration import calibrated
 from gpu_io.direct_path import DIRECT_BYTES
 from gpu_io.host_runtime import host_runtime
 from gpu_io.kernels import TritonPacker
-from gpu_io.packing import TorchPacker, packer_for
+from gpu_io.packing import TorchPacker, packer_for, torch_packer
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
+from gpu_io.quantiser_kernels import TritonQuantiser
 from gpu_io.registration import Registration
-from gpu_io.testing import DTYPES, IN_ORDER, MLA, NUM_LAYERS, NUM_PAGES, STRIDED, Pages, Slots, finish, started
+from gpu_io.testing import (
+    DTYPES,
+    IN_ORDER,
+    MLA,
+    NUM_LAYERS,
+    NUM_PAGES,
+    QUANTISED_PAGES,
+    STRIDED,
+    Pages,
+    Slots,
+    finish,
+    started,
+)
 from gpu_io.torch_device import TorchDevice
 from gpu_io.works import CopyBatch
 from kvstore.config import Config
@@ -53,6 +66,27 @@ def test_kernels_are_used_and_move_what_torch_moves(axes: str, dtype: torch.dtyp
     packer.unpack(packed.flip(0), layers, pages, range(2, NUM_LAYERS))
     proven.unpack(packed.flip(0), layers, pages, range(2, NUM_LAYERS))
     assert ours.content().view(torch.uint8).equal(theirs.content().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("axes", "name", "dtype", "num_stripes"), QUANTISED_PAGES)
+def test_kernels_are_used_and_quantise_as_torch_does(
+    axes: str, name: str, dtype: torch.dtype, num_stripes: int
+) -> None:
+    ours, theirs = (
+        Pages(axes, 1, dtype=dtype, device=DEVICE, pages_per_block=2, num_stripes=num_stripes, quantisation=name)
+        for _ in range(2)
+    )
+    packer, proven = packer_for(ours.kv), torch_packer(theirs.kv)
+    assert isinstance(packer, TritonQuantiser)
+    pages, layers = torch.tensor([7, 2, 3, 5], device=DEVICE), range(len(ours.kv.layers))
+    packed, expected = torch.zeros(2, 2 * ours.kv.layout.block_bytes, dtype=torch.uint8, device=DEVICE)
+    packer.pack(pages, packed, layers)
+    proven.pack(pages, expected, layers)
+    assert packed.equal(expected)
+    assert packed.cpu().numpy().tobytes() == ours.block([7, 2]) + ours.block([3, 5])
+    packer.unpack(packed, layers, pages.flip(0), layers[1:])
+    proven.unpack(packed, layers, pages.flip(0), layers[1:])
+    assert ours.content().equal(theirs.content())
 
 
 def test_the_driver_registers_an_arena_and_lets_it_go() -> None:

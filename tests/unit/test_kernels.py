@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -29,16 +30,22 @@ TARGETS = [
 ALL_LAYERS = range(NUM_LAYERS)
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[ModuleType]:
-    """The kernels' module as it is where TRITON_INTERPRET is set; one launch at a time, it is not thread-safe."""
+@contextmanager
+def interpreting(of: ModuleType) -> Iterator[ModuleType]:
+    """A module of kernels as it is where TRITON_INTERPRET is set; one launch at a time, it is not thread-safe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location("interpreted_kernels", kernels.__file__)
+        spec = importlib.util.spec_from_file_location("interpreted_kernels", of.__file__)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ModuleType]:
+    with interpreting(kernels) as module:
         yield module
 
 
@@ -127,11 +134,10 @@ def to_compile() -> dict[str, PagedKV]:
     return kinds
 
 
-def assembly(kernel: Any, kv: PagedKV, target: GPUTarget) -> str:
-    """What is compiled for ``kv``, with what a launch knows of its arguments."""
-    constants = kernels.TritonPacker(kv).constants
-    pointers = {"bases": "*i64", "pages": "*i64", "staged": f"*{constants['WORD'].name.replace('int', 'i')}"}
-    numbers = dict.fromkeys(("page_stride", "first_plane", "first_staged", "num_staged"), "i32")
+def assembly(kernel: Any, constants: dict[str, Any], staged: str, target: GPUTarget) -> str:
+    """What is compiled of ``kernel``, with what a launch knows of its arguments; ``staged`` is their type."""
+    pointers = {"bases": "*i64", "pages": "*i64", "staged": staged}
+    numbers = dict.fromkeys([name for name in kernel.arg_names if name.islower() and name not in pointers], "i32")
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(pointers) if name != "pages"}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -153,7 +159,9 @@ def test_kernels_compile_for_every_chip_in_accesses_of_128_bits(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
     for name, kv in to_compile().items():
-        accesses = ACCESS.findall(assembly(getattr(kernels, kernel), kv, target))
+        constants = kernels.TritonPacker(kv).constants
+        staged = f"*{constants['WORD'].name.replace('int', 'i')}"
+        accesses = ACCESS.findall(assembly(getattr(kernels, kernel), constants, staged, target))
         narrow = [access for access in accesses if not WIDE.search(access) and not TABLE.search(access)]
         wide = [access for access in accesses if WIDE.search(access)]
         assert not narrow, name

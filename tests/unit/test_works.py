@@ -8,7 +8,7 @@ import torch
 from gpu_io import calibration, direct_path, pipeline, staged_path
 from gpu_io.direction import Direction
 from gpu_io.driver_batch import DriverBatch
-from gpu_io.packing import TorchPacker
+from gpu_io.packing import torch_packer
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
 from gpu_io.simulated import POISON, Prompt, SimulatedDevice, SimulatedStream
@@ -63,10 +63,13 @@ class ConfinedDevice(SimulatedDevice):
 
 
 @pytest.mark.parametrize("way", ["staged", "direct", "batched", "bounced"])
-@pytest.mark.parametrize("axes", [*IN_ORDER, *STRIDED, MLA])
+@pytest.mark.parametrize(
+    ("axes", "quantisation"),
+    [*((axes, "") for axes in (*IN_ORDER, *STRIDED, MLA)), (IN_ORDER[0], "int8"), (STRIDED[1], "fp8")],
+)
 @pytest.mark.parametrize("pages_per_block", [1, 2])
 def test_works_touch_what_they_declare(
-    axes: str, pages_per_block: int, way: str, monkeypatch: pytest.MonkeyPatch
+    axes: str, quantisation: str, pages_per_block: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "DIRECT_BYTES", 1 if way in {"direct", "batched"} else 1 << 60)
     monkeypatch.setattr(direct_path, "DIRECT_BYTES", 8)
@@ -77,7 +80,8 @@ def test_works_touch_what_they_declare(
     monkeypatch.setattr(staged_path, "KERNEL_BYTES", 1)
     device = ConfinedDevice(Prompt())
     device.many_at_once = DriverBatch(FakeDriver(), lambda: 0) if way == "batched" else None
-    engine = Pages(axes, 1, dtype=torch.bfloat16, device="cpu", pages_per_block=pages_per_block)
+    dtype = torch.float32 if quantisation else torch.bfloat16  # quantised again, float32 becomes the same bytes
+    engine = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=pages_per_block, quantisation=quantisation)
     slots = Slots(engine.kv, NUM_PAGES // pages_per_block, gap_bytes=16)
     for tensor in engine.tensors:
         device.know(tensor, "pages")
@@ -85,7 +89,7 @@ def test_works_touch_what_they_declare(
     pages = [7, 2, 3, 4, 5, 0, 1, 8]
     blocks = [pages[at : at + pages_per_block] for at in range(0, len(pages), pages_per_block)]
     before = [engine.block(block) for block in blocks]
-    copier = PipelineCopier(engine.kv, device, TorchPacker(engine.kv))
+    copier = PipelineCopier(engine.kv, device, torch_packer(engine.kv))
     finish(copier.offload(pages, slots.views[: len(blocks)]))
     assert [bytes(view) for view in slots.views[: len(blocks)]] == before
     finish(copier.onboard(slots.views[: len(blocks)], pages[::-1]))
