@@ -134,6 +134,8 @@ class EngineConfig:
     """Tokens of one step, over all requests: longer prompts are computed in chunks."""
     prefetch_timeout_s: float = 2.0
     """How long a request waits for the store to bring its prefix into RAM before it computes."""
+    quantisation: str = ""
+    """What blocks are quantised to on their way to the store, a name in ``kvstore.layout.QUANTISED``; empty: not."""
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "tokens_per_block", "max_running"):

@@ -49,7 +49,8 @@ def open_engine(
         tokenizer = checkpoint.tokenizer()
     weights = f"tiny-{TINY_SEED}".encode() if path is None else weights_digest(path)
     identity = Identity("tiny" if path is None else path.name, weights, salt=salt)
-    layout = model.config.layout(dtype, config.tokens_per_block)
+    plain = model.config.layout(dtype, config.tokens_per_block)
+    layout = plain.quantised(config.quantisation) if config.quantisation else plain
     kv = model.new_kv(config.num_pages, config.tokens_per_block)
     if store is None:
         pool = BlockPool(LRU())
@@ -57,7 +58,7 @@ def open_engine(
     else:
         namespace = store.open_namespace(identity, layout)
         pool = BlockPool(LRU(), on_evict=lambda key, page: transfers.on_evict(key, page))  # noqa: PLW0108 - it is made below
-        copier = open_copier(PagedKV([kv], "page layer plane token head dim"))
+        copier = open_copier(PagedKV([kv], "page layer plane token head dim", quantisation=config.quantisation))
         transfers = Transfers(store, namespace, pool, copier, config.prefetch_timeout_s)
         cache = PagedCache(kv, namespace, pool, transfers)
     pool.grow(0, config.num_pages)

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -25,13 +25,14 @@ from connectors.torch_engine.sampling import SamplingParams
 from gpu_io.copier import Ticket
 from gpu_io.hazards import HazardError
 from gpu_io.host_runtime import LibraryRuntime
-from gpu_io.packing import TorchPacker
+from gpu_io.packing import torch_packer
 from gpu_io.pages import PagedKV
 from gpu_io.pipeline import PipelineCopier
 from gpu_io.ranges import Ranges
 from gpu_io.simulated import Adversarial, Prompt, Random, Scheduler, SimulatedDevice
 from gpu_io.testing import FakeLibrary
 from kvstore.config import Config
+from kvstore.layout import QUANTISED
 from kvstore.lease import ReadLease, WriteLease
 from kvstore.opening import open_store
 from kvstore.store import Store
@@ -107,7 +108,7 @@ class CarelessCopier(PipelineCopier):
     """Gives out such tickets in one direction."""
 
     def __init__(self, kv: PagedKV, device: SimulatedDevice, direction: str, without: str) -> None:
-        super().__init__(kv, device, TorchPacker(kv))
+        super().__init__(kv, device, torch_packer(kv))
         self._direction, self._without = direction, without
 
     def offload(self, pages: Sequence[int], slots: Sequence[memoryview]) -> Ticket | None:
@@ -131,7 +132,11 @@ WAITS = [
 
 @contextmanager
 def watched(
-    scheduler: Scheduler, patch: pytest.MonkeyPatch, direction: str = "", without: str = ""
+    scheduler: Scheduler,
+    patch: pytest.MonkeyPatch,
+    direction: str = "",
+    without: str = "",
+    engine_config: EngineConfig = CONFIG,
 ) -> Iterator[tuple[Engine, Store, SimulatedDevice]]:
     """An engine over a store, on a device that sees what both of them touch."""
     device, library = SimulatedDevice(scheduler), FakeLibrary()
@@ -169,7 +174,7 @@ def watched(
 
     patch.setattr(Model, "_attend", watched_attend)
     patch.setattr(PagedCache, "grow", watched_grow)
-    engine, _ = open_engine(None, CONFIG, store=store, open_copier=opened)
+    engine, _ = open_engine(None, engine_config, store=store, open_copier=opened)
     device.know(engine.cache.kv, "pages")
     try:
         yield engine, store, device
@@ -263,6 +268,23 @@ def test_tokens_are_the_same_and_nothing_is_unordered(
         assert [request.output for request in requests] == alone
         loaded = [request.metrics.tokens_from_tier.get("memory", 0) for request in requests]
         assert loaded == [0, 0, 96, 0, 128, 80, 112, 128, 128, 0, 0]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_tokens_from_quantised_blocks_do_not_depend_on_how_streams_run(
+    name: str, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for scheduler in SCHEDULERS:
+        with (
+            monkeypatch.context() as patch,
+            watched(scheduler(), patch, engine_config=replace(CONFIG, quantisation=name)) as (engine, store, device),
+        ):
+            requests = live(engine, store, device)
+            runs.append([(request.output, request.metrics.tokens_from_tier.get("memory", 0)) for request in requests])
+    assert runs[1:] == runs[:-1]
+    assert [loaded for _, loaded in runs[0]] == [0, 0, 96, 0, 128, 80, 112, 128, 128, 0, 0]
+    assert all(output == expected for (output, loaded), expected in zip(runs[0], alone, strict=True) if not loaded)
 
 
 @pytest.mark.parametrize(("direction", "without"), WAITS)

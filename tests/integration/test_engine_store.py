@@ -14,6 +14,8 @@ from connectors.torch_engine.opening import open_engine
 from connectors.torch_engine.request import EngineRequest
 from connectors.torch_engine.sampling import SamplingParams
 from kvstore.config import Config
+from kvstore.errors import LayoutError
+from kvstore.layout import QUANTISED
 from kvstore.opening import open_store
 from kvstore.pool import SlotState
 from kvstore.store import Store
@@ -129,6 +131,42 @@ def test_generated_tokens_are_served_in_the_next_turn(tmp_path: Path) -> None:
         second = answer(engine, turn)
         assert second.metrics.tokens_from_tier == {"memory": (300 + 24 - 1) // 16 * 16}
     assert second.output == open_engine(None, ENGINE)[0].generate([turn], ANSWER)[0]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_blocks_serve_the_same_tokens_from_every_tier(name: str, tmp_path: Path, alone: list[int]) -> None:
+    engine_config = replace(ENGINE, quantisation=name)
+    with ValkeyServer() as server:
+        config = config_of(tmp_path / "one", redis=server.url)
+        with running(config, engine_config) as (engine, store):
+            assert answer(engine, PROMPT).output == alone
+            settle(engine, store)
+            empty_pages(engine)
+            served = {"memory": answer(engine, PROMPT)}
+            settle(engine, store)
+        for tier, directory in (("file", "one"), ("redis", "two")):
+            with running(config_of(tmp_path / directory, redis=server.url), engine_config) as (engine, _):
+                served[tier] = answer(engine, PROMPT)
+    num_elements = engine.cache.kv[0].numel()
+    for tier, request in served.items():
+        assert request.metrics.tokens_from_tier == {tier: 288}
+        assert num_elements < request.metrics.bytes_onboarded / 18 < 1.2 * num_elements
+        assert request.output == served["memory"].output
+
+
+def test_an_engine_misses_what_another_has_stored_in_another_format(tmp_path: Path, alone: list[int]) -> None:
+    config = config_of(tmp_path)
+    for name in ("int8", "", "fp8"):
+        with running(config, replace(ENGINE, quantisation=name)) as (engine, store):
+            request = answer(engine, PROMPT)
+            settle(engine, store)
+            assert request.metrics.tokens_from_tier == {}
+            assert request.output == alone
+
+
+def test_a_format_that_nobody_knows_is_refused_when_the_engine_is_opened() -> None:
+    with pytest.raises(LayoutError, match="int4"):
+        open_engine(None, replace(ENGINE, quantisation="int4"))
 
 
 def test_a_damaged_block_on_file_is_recomputed(tmp_path: Path, alone: list[int]) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,19 @@ def test_equal_pages_give_equal_bytes_wherever_they_lie_and_whatever_is_copied_w
     together = packed(packer, engine.kv, [7, 2, 0, 8, 1, 4]).view(3, -1)
     assert together[1].equal(alone)
     assert not together[0].equal(alone)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_ranks_of_every_degree_make_their_stripes_of_the_same_block(degree: int) -> None:
+    model: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "pages_per_block": 2, "num_heads": 8}
+    whole = Pages(IN_ORDER[3], 1, num_stripes=4, quantisation="int8", **model)
+    block = whole.block(PAGES[:2])
+    for rank in range(degree):
+        heads = slice(rank * 8 // degree, (rank + 1) * 8 // degree)
+        part = Pages(STRIDED[0], 1, heads=heads, num_stripes=4 // degree, quantisation="int8", **model)
+        assert part.kv.layout == whole.kv.layout.part(degree)
+        stripes = packed(torch_packer(part.kv), part.kv, PAGES[:2])
+        assert stripes.numpy().tobytes() == block[whole.kv.layout.bytes_of(rank, degree)]
 
 
 # ---- which packer
