@@ -10,7 +10,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEWEST := build/vllm-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm test-vllm-full test-vllm-newest mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu protos lock
+.PHONY: help setup check test test-vllm test-vllm-full test-vllm-newest mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu bench-quantised protos lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -76,6 +76,9 @@ test-gpu: setup ## What needs an accelerator; without one it is skipped, and say
 
 bench-gpu: setup ## Speed of the pipeline beside one plain pinned copy: build/bench-gpu.json, or that it has not run
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+bench-quantised: setup ## What quantised blocks cost SmolLM2: perplexity and equal tokens, build/bench-quantised.json
+	$(BIN)/python -m bench.quantised $(ARGS)
 
 bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: build/bench-sidecar.json
 	$(BIN)/python -m bench.sidecar $(ARGS)
