@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from gpu_io import quantiser_kernels
+from gpu_io.code_definition import magnitudes
 from gpu_io.packing import Packer, packer_for, torch_packer
 from gpu_io.pages import PagedKV
 from gpu_io.quantiser import LEAST_SCALE, TorchQuantiser
-from gpu_io.testing import IN_ORDER, MLA, QUANTISED_PAGES, STRIDED, Pages, magnitudes
+from gpu_io.testing import IN_ORDER, MLA, QUANTISED_PAGES, STRIDED, Pages
 from kvstore.errors import LayoutError
 from kvstore.layout import QUANTISED
 from tests.unit.test_kernels import ACCESS, TABLE, TARGETS, WIDE, assembly, interpreting
