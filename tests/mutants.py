@@ -38,6 +38,27 @@ MUTANTS = (
         ("tests/unit/test_layout.py",),
     ),
     Mutant(
+        "engines of different dtypes share quantised blocks",
+        "kvstore/layout.py",
+        'quantisation=f"channel-token of {self.dtype}"',
+        'quantisation="channel-token of float32"',
+        ("tests/unit/test_hashing.py",),
+    ),
+    Mutant(
+        "kernels round fp8 up where two codes are as near",
+        "gpu_io/quantiser_kernels.py",
+        "0x7FFFF + ((magnitude >> 20) & 1)",
+        "0x80000",
+        ("tests/unit/test_quantiser.py",),
+    ),
+    Mutant(
+        "a group with a NaN gets a number for its scale",
+        "gpu_io/quantiser_kernels.py",
+        "tl.where(is_finite, scale, _NAN)",
+        "scale",
+        ("tests/unit/test_quantiser.py",),
+    ),
+    Mutant(
         "a layer counts as there when its first stripe is",
         "gpu_io/copy_plan.py",
         "return max(0, layers.stop - (self.num_stripes - 1) * self.num_layers)",

@@ -58,6 +58,15 @@ def test_bytes_in_another_order_have_no_runs(axes: str) -> None:
         kv.runs([0], [0])
 
 
+def test_bytes_that_are_quantised_on_their_way_have_no_runs() -> None:
+    kv = PagedKV([torch.zeros(3, 2, 2, 4, 1, 8)], CROSS_LAYER, quantisation="int8")
+    assert not kv.is_in_order
+    assert not kv.is_one_run
+    assert kv.run_bytes == 0
+    with pytest.raises(LayoutError):
+        kv.runs([0], [0])
+
+
 def test_only_pages_with_all_layers_in_a_row_are_one_run() -> None:
     assert [pages_of(axes).kv.is_one_run for axes in IN_ORDER] == [True, False, False, False]
     assert not pages_of(CROSS_LAYER, pages_per_block=2).kv.is_one_run

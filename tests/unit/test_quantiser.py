@@ -32,14 +32,14 @@ def interpreted() -> Iterator[ModuleType]:
 
 
 def hostile(axes: str, name: str, dtype: torch.dtype, num_stripes: int) -> Pages:
-    """Pages of any bits at all, some NaN and some infinite; in one layer a block of zeros."""
+    """Pages of any bits, some NaN and some infinite; in layer 2 a block of largest numbers, and one of zeros."""
     engine = Pages(axes, 1, dtype=dtype, device="cpu", pages_per_block=2, num_stripes=num_stripes, quantisation=name)
     chance = torch.Generator().manual_seed(1)
     for tensor in engine.tensors:
         bits = torch.randint(0, 256, (tensor.numel() * tensor.itemsize,), dtype=torch.uint8, generator=chance)
         tensor.copy_(bits.view(dtype).view(tensor.shape))
-    for page in PAGES[2:]:
-        engine.kv.layers[1][page] = 0
+    engine.kv.layers[2][PAGES[:2]] = torch.finfo(dtype).max
+    engine.kv.layers[2][PAGES[2:]] = 0
     return engine
 
 
