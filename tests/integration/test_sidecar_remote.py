@@ -78,6 +78,7 @@ def address() -> str:
 @pytest.fixture(scope="module")
 def served(tls: Tls, address: str) -> Iterator[Sidecar]:
     with Sidecar(MEMORY_CAPACITY="16MiB", SERVER_LISTEN=address, SERVER_TOKEN=TOKEN, **tls.settings) as served:
+        eventually(lambda: served.metric("kvstore_usable_bytes", "memory") > 0)  # it is ready before its memory is
         yield served
 
 
