@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -35,14 +36,18 @@ def by_file_system(directories: Sequence[Path]) -> list[list[Path]]:
 def room_bytes(directories: Sequence[Path]) -> int:
     """What ``directories``, all on one file system, can hold: what is free there, and what their files have already."""
     free = os.statvfs(existing(directories[0]))
-    held_bytes = sum(
-        entry.stat(follow_symlinks=False).st_blocks * 512
-        for directory in directories
-        if os.path.isdir(directory) and os.access(directory, os.R_OK | os.X_OK)
-        for entry in os.scandir(directory)
-        if entry.is_file(follow_symlinks=False)
-    )
-    return free.f_bavail * free.f_frsize + held_bytes
+    return free.f_bavail * free.f_frsize + sum(map(_held_bytes, directories))
+
+
+def _held_bytes(directory: Path) -> int:
+    """What the files in ``directory`` take. Nobody owns it yet: one may be renamed or go while it is looked at."""
+    held_bytes = 0
+    if os.path.isdir(directory) and os.access(directory, os.R_OK | os.X_OK):
+        for entry in os.scandir(directory):
+            with suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    held_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+    return held_bytes
 
 
 def default_socket() -> Path:

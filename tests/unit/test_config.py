@@ -260,6 +260,20 @@ def test_what_our_own_files_hold_counts_as_room(tmp_path: Path) -> None:
     assert room_bytes([held]) - room_bytes([empty]) > 32 << 20
 
 
+def test_a_file_that_goes_while_it_is_looked_at_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CR-004: of many that start at once, one renames its files while others look."""
+    (tmp_path / "superblock.new").write_bytes(b"1")
+
+    def listed_then_renamed(directory: Path) -> list[os.DirEntry[str]]:
+        entries = list(scandir(directory))
+        (tmp_path / "superblock.new").unlink()
+        return entries
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", listed_then_renamed)
+    assert room_bytes([tmp_path]) > 0
+
+
 def machine_root(tmp_path: Path, cgroup: str, limits: dict[str, str]) -> Path:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
