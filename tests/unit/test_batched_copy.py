@@ -215,9 +215,9 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, scheduler: Scheduler | None = None) -> None:
         monkeypatch.setattr(calibration, "WIN", 1e9)
-        self.driver, self.library = FakeDriver(), FakeLibrary()
+        self.driver, self.cudart = FakeDriver(), FakeLibrary()
         self.device = device_with(self.driver, scheduler)
-        self.device.runtime = LibraryRuntime(self.library, "cuda")
+        self.device.runtime = LibraryRuntime(self.cudart, "cuda")
         self.engine = Pages(IN_ORDER[0], 1, dtype=torch.bfloat16, device="cpu")
         self.slots = Slots(self.engine.kv, 4)
         for tensor in self.engine.tensors:
