@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from kvstore.breaker import FAILURES_TO_OPEN, BreakerState
+from kvstore.namespace import Namespace
 from kvstore.store import Store
 from kvstore.testing.valkey import ValkeyServer, wait_until
 from kvstore.tiers.file import FileTier
@@ -20,10 +21,14 @@ from kvstore.tiers.file_geometry import ENTRY_BYTES, file_slot_bytes
 from tests.real_stores import LAYOUT, chain_of, config_of, get, opened, put
 
 
-def is_back(store: Store, tier: str) -> bool:
-    """Let the store try, and see whether the tier is in use again."""
-    store.poll()
-    return store.health()[tier] is BreakerState.CLOSED
+def wait_until_used(store: Store, ns: Namespace, tier: str) -> None:
+    """Let the store ask the tier until that is in use again; till then nothing would be written to it."""
+
+    def is_used() -> bool:
+        get(store, chain_of(ns, 1, number=999), seconds=0.5)
+        return store.health()[tier] is BreakerState.CLOSED
+
+    wait_until(is_used, f"the {tier} tier to be used again")
 
 
 @pytest.mark.parametrize("damage", ["bit", "random", "zeros", "header"])
@@ -85,12 +90,7 @@ def test_a_hung_server_costs_its_deadline_and_ram_and_files_go_on(tmp_path: Path
         store.evict(1000)
         assert get(store, there) == 10  # files
         server.resume()
-
-        def used_again() -> bool:
-            get(store, longer, seconds=0.5)
-            return is_back(store, "redis")
-
-        wait_until(used_again, "the server to be used again")
+        wait_until_used(store, ns, "redis")
 
 
 def test_a_killed_server_is_used_again_when_it_is_back(tmp_path: Path) -> None:
@@ -104,15 +104,7 @@ def test_a_killed_server_is_used_again_when_it_is_back(tmp_path: Path) -> None:
             store.drain(1)
         assert store.health()["redis"] is not BreakerState.CLOSED
         server.start()
-        number = 100
-
-        def used_again() -> bool:
-            nonlocal number
-            number += 1
-            put(store, ns, chain_of(ns, 1, number))
-            return is_back(store, "redis")
-
-        wait_until(used_again, "the server to be used again")
+        wait_until_used(store, ns, "redis")
         assert store.drain(10)
         chain = chain_of(ns, 4, 1000)
         put(store, ns, chain)
@@ -214,6 +206,7 @@ def test_a_namespace_cleared_while_its_server_is_away_is_gone_when_it_is_back(ho
                 put(other, ns, chain)
         assert store.drain(20)
         assert server.command("DBSIZE") == 0
+        wait_until_used(store, ns, "redis")  # or that nothing is found would say nothing of the server
         assert get(store, chain, seconds=0.5) == 0
         put(store, ns, chain)
         assert store.drain(10)
