@@ -1,13 +1,14 @@
 """What this machine gives the store, tried out rather than read off, and what to do where it gives less."""
 
+import errno
 import json
-import mmap
 import os
 import platform
 import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from kvstore.config import Config, FileConfig, MemoryConfig
 from kvstore.errors import ConfigError
 from kvstore.quantity import format_size
 from kvstore.servers import ServerReport, survey
+from kvstore.tiers.disk_speed import DiskSpeed, measure
 from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena
+from kvstore.tiers.os_files import OsFiles
 
-DIRECT_IO_BYTES = 64 << 10
 MIN_FILE_DESCRIPTORS = 1024
 NUMA_NODES = Path("/sys/devices/system/node")
 MEMORY_SHARE = 0.8
@@ -69,7 +71,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _locked_memory(config.memory)
     yield _file_descriptors()
     if config.file is not None:
-        yield from map(_direct_io, config.file.directories)
+        yield from map(_disk, config.file.directories)
         yield _disk_space(config.file)
     if config.redis is not None:
         yield from map(_server, survey(config.redis))
@@ -147,32 +149,31 @@ def _file_descriptors() -> Finding:
     return _warn("file descriptors", str(limit), f"ulimit -n {MIN_FILE_DESCRIPTORS}")
 
 
-def _direct_io(directory: Path) -> Finding:
-    """Write and read aligned bytes past the page cache, in a file that has no name where the file system allows."""
-    name = f"O_DIRECT in {directory}"
+def _disk(directory: Path) -> Finding:
+    """Write and read past the page cache, in a file that has no name where the file system allows."""
+    name = f"disk of {directory}"
     try:
         file = tempfile.TemporaryFile(dir=machine.existing(directory), prefix=".kvstore-doctor-")  # noqa: SIM115 - closed below
     except OSError as error:
         return _fail(name, f"no file can be made: {error.strerror}", "let this user write there")
     with file:
         try:
-            works = _direct_io_works(f"/proc/self/fd/{file.fileno()}")
+            speed = _disk_speed(f"/proc/self/fd/{file.fileno()}")
         except OSError as error:
+            if error.errno == errno.EIO:
+                return _fail(name, str(error.strerror), "do not use this file system")
             advice = "blocks go through the page cache, at 15 times the CPU: use a local ext4 or xfs"
-            return _warn(name, f"refused: {error.strerror}", advice)
-    if works:
-        return _ok(name, "aligned writes and reads work")
-    return _fail(name, "what was read is not what was written", "do not use this file system")
+            return _warn(name, f"O_DIRECT is refused: {error.strerror}", advice)
+    found = f"O_DIRECT works; one thread {speed}"
+    if speed.is_slow:
+        return _warn(name, found, "recomputing is likely to be faster than loading from it: use a local NVMe")
+    return _ok(name, found)
 
 
-def _direct_io_works(path: str) -> bool:
+def _disk_speed(path: str) -> DiskSpeed:
     fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     try:
-        with mmap.mmap(-1, DIRECT_IO_BYTES) as written, mmap.mmap(-1, DIRECT_IO_BYTES) as read:  # mappings are aligned
-            written[:] = os.urandom(DIRECT_IO_BYTES)
-            os.pwrite(fd, written, 0)
-            os.preadv(fd, [read], 0)
-            return read[:] == written[:]
+        return measure(OsFiles(), fd, time.monotonic)
     finally:
         os.close(fd)
 

@@ -8,7 +8,6 @@ another file; ``close`` waits for nobody, and the last one out closes.
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import socket
 import threading
@@ -21,6 +20,7 @@ from typing import Literal
 from kvstore.errors import ConfigError, OwnershipError
 from kvstore.quantity import format_size
 from kvstore.tiers import superblock
+from kvstore.tiers.disk_speed import SLOW_BYTES_PER_S, DiskSpeed, measure
 from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place
 from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full
 from kvstore.tiers.slot_table import ExtentLayout, SlotTable, num_extents_in
@@ -97,6 +97,7 @@ class Directory:
         self.path = path
         self._access = access
         self._files = files
+        self._clock = clock
         self._fds = ExitStack()
         self._guard, self._growing = threading.Lock(), threading.Lock()
         self._num_held = 0
@@ -365,29 +366,37 @@ class Directory:
             self._files.truncate(self._blocks_fd, end)
 
     def _open_direct(self) -> None:
-        """Open the file of blocks once more, past the page cache, if a page can be written and read in this way."""
+        """Open the file of blocks once more, past the page cache, if bytes can be written and read in this way."""
+        speed = None
         try:
-            self._probe_direct()
+            speed = self._probe_direct()
             self._direct_fd = self._open_file(BLOCKS, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _REFUSED_DIRECT:
                 raise
             self._fall_back(error)
+        if speed is not None and speed.is_slow:
+            log.warning(
+                "%s: this disk %s, below %s/s: recomputing is likely to be faster than loading from it;"
+                " put the directory on a local NVMe, not on a container's overlay or a network volume",
+                self.path,
+                speed,
+                format_size(SLOW_BYTES_PER_S),
+            )
 
-    def _probe_direct(self) -> None:
+    def _probe_direct(self) -> DiskSpeed | None:
         """Some file systems take O_DIRECT when they open a file and refuse it when it is written."""
         path = self.path / _PROBE
-        with mmap.mmap(-1, PAGE_BYTES) as page, ExitStack() as after:
+        with ExitStack() as after:
             after.callback(path.unlink, missing_ok=True)
             fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
             after.callback(self._files.close, fd)
-            with memoryview(page) as view:
-                try:
-                    self._files.pwritev(fd, [view], 0)
-                    self._files.preadv(fd, [view], 0)
-                except OSError as error:
-                    if not is_disk_full(error):  # which tells nothing of O_DIRECT
-                        raise
+            try:
+                return measure(self._files, fd, self._clock)
+            except OSError as error:
+                if not is_disk_full(error):  # which tells nothing of O_DIRECT
+                    raise
+                return None
 
     def _open_file(self, name: str, flags: int) -> int:
         fd = self._files.open(self.path / name, flags)

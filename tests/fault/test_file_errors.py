@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.errors import TierUnavailableError
 from kvstore.testing.blocks import POISON, empty_move, empty_moves, full_move, full_moves, is_right, layout_of, soon
 from kvstore.testing.file_faults import Call, Fault, FaultyFiles, fails, flips, moves_only, stalls, tears
 from kvstore.tiers.file import FileTier
@@ -201,6 +202,36 @@ def test_o_direct_refused_at_start_falls_back_and_says_so(
     with opened(tmp_path) as tier:
         assert io_mode(tier) == "direct"
         assert readable(tier, range(9)) == set(range(9))
+    assert not (tmp_path / "probe").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "mib_per_s", "is_slow"), [("pwritev", 200, True), ("preadv", 200, True), ("preadv", 300, False)]
+)
+def test_a_slow_disk_is_said_at_start_and_soon(
+    tmp_path: Path, call: str, mib_per_s: int, is_slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PF-022: as the overlay of a container, or a network volume, may be."""
+    clock = ManualClock(0.0)
+
+    def slowly(delayed: Call) -> Any:
+        clock.now_s += sum(map(len, delayed.buffers)) / (mib_per_s << 20)
+        return delayed.proceed(delayed.buffers)
+
+    files = FaultyFiles()
+    files.inject(Fault(call, slowly, file="probe", times=None))
+    with opened(tmp_path, files=files, clock=clock) as tier:
+        store(tier, 0)
+        assert readable(tier, range(1)) == {0}
+    assert caplog.text.count("recomputing is likely to be faster") == is_slow
+    assert clock.now_s < 0.15
+
+
+def test_a_disk_that_gives_other_bytes_than_it_took_is_not_used(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.inject(Fault("preadv", flips(77), file="probe", times=None))
+    with pytest.raises(TierUnavailableError, match="what was read is not what was written"):
+        opened(tmp_path, files=files)
     assert not (tmp_path / "probe").exists()
 
 
