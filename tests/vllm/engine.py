@@ -138,11 +138,18 @@ class EngineProcess:
 
 @contextmanager
 def engine(
-    model: Path, log: Path, *, store: dict[str, Any] | None = None, processes: bool = False, **more: Any
+    model: Path,
+    log: Path,
+    *,
+    store: dict[str, Any] | None = None,
+    processes: bool = False,
+    core: int | None = None,
+    **more: Any,
 ) -> Iterator[EngineProcess]:
     """An engine for ``model``; with a connector for ``store``, which may be empty, or without any for None.
 
-    ``processes``: in three of them, as it is deployed, which takes a minute to start; or all in one.
+    ``processes``: in three of them, as it is deployed, which takes a minute to start; or all in one. ``core``: the one
+    that computes; None: all.
     """
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -154,6 +161,7 @@ def engine(
     }
     if store is not None:
         arguments["kv_transfer_config"] = {**TRANSFER, "kv_connector_extra_config": store}
+    threads = "nobind" if "tensor_parallel_size" in more else "auto" if core is None else str(core)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -161,7 +169,7 @@ def engine(
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "2",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if "tensor_parallel_size" in more else "auto",
+        "VLLM_CPU_OMP_THREADS_BIND": threads,
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
     }
     with log.open("a") as out:
