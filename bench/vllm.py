@@ -76,6 +76,7 @@ class Bench:
 
     def hits(self, name: str, process: EngineProcess, *, local: bool) -> None:
         """Every prompt that was computed before, once more."""
+        settle(process)
         for length, prompts in self.prompts.items():
             for prompt in prompts:
                 if not local:
@@ -131,7 +132,7 @@ def cpu_s(process: EngineProcess) -> float:
 
 
 def settle(process: EngineProcess) -> None:
-    """Wait until the memory of its store is there, which the kernel may have to put together out of pieces."""
+    """Wait until its store has written what it was given, and its memory is put together, which may take long."""
     for _ in range(SETTLE_S):
         before_s = cpu_s(process)
         time.sleep(1)
