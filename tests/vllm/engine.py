@@ -136,6 +136,19 @@ class EngineProcess:
         raise AssertionError(f"the engine ended with {self.process.wait()}")
 
 
+def _environment(threads: str, *, processes: bool) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "2",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": threads,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+    }
+
+
 @contextmanager
 def engine(
     model: Path,
@@ -162,16 +175,6 @@ def engine(
     if store is not None:
         arguments["kv_transfer_config"] = {**TRANSFER, "kv_connector_extra_config": store}
     threads = "nobind" if "tensor_parallel_size" in more else "auto" if core is None else str(core)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "2",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": threads,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-    }
     with log.open("a") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.engine", json.dumps(arguments)],
@@ -180,7 +183,7 @@ def engine(
             stderr=out,
             text=True,
             cwd=ROOT,
-            env=environment,
+            env=_environment(threads, processes=processes),
         )
         overdue = threading.Timer(START_S, process.kill)
         overdue.start()
