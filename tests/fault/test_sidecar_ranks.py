@@ -21,7 +21,7 @@ PART_BYTES = -(-LAYOUT.block_bytes // NUM_RANKS)
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Sidecar]:
-    with Sidecar(MEMORY_CAPACITY="1MiB", SERVER_LEASE="500ms") as served:
+    with Sidecar(MEMORY_CAPACITY="1MiB", SERVER_LEASE="1500ms") as served:
         yield served
 
 
