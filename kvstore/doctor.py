@@ -1,6 +1,5 @@
 """What this machine gives the store, tried out rather than read off, and what to do where it gives less."""
 
-import errno
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from kvstore.quantity import format_size
 from kvstore.servers import ServerReport, survey
 from kvstore.tiers.disk_speed import DiskSpeed, measure
 from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena
-from kvstore.tiers.os_files import OsFiles
+from kvstore.tiers.os_files import OsFiles, is_disk_full, refuses_direct
 
 MIN_FILE_DESCRIPTORS = 1024
 NUMA_NODES = Path("/sys/devices/system/node")
@@ -160,8 +159,10 @@ def _disk(directory: Path) -> Finding:
         try:
             speed = _disk_speed(f"/proc/self/fd/{file.fileno()}")
         except OSError as error:
-            if error.errno == errno.EIO:
-                return _fail(name, str(error.strerror), "do not use this file system")
+            if is_disk_full(error):
+                return _warn(name, f"too full to be tried: {error.strerror}", "free disk space")
+            if not refuses_direct(error):
+                return _fail(name, str(error.strerror), "do not use this disk")
             advice = "blocks go through the page cache, at 15 times the CPU: use a local ext4 or xfs"
             return _warn(name, f"O_DIRECT is refused: {error.strerror}", advice)
     found = f"O_DIRECT works; one thread {speed}"

@@ -22,7 +22,7 @@ from kvstore.quantity import format_size
 from kvstore.tiers import superblock
 from kvstore.tiers.disk_speed import SLOW_BYTES_PER_S, DiskSpeed, measure
 from kvstore.tiers.file_geometry import PAGE_BYTES, Geometry, Place
-from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full
+from kvstore.tiers.os_files import Buffers, OsFiles, is_disk_full, refuses_direct
 from kvstore.tiers.slot_table import ExtentLayout, SlotTable, num_extents_in
 from kvstore.tiers.superblock import Superblock
 from kvstore.types import Outcome
@@ -47,7 +47,6 @@ _LOCK_FLAGS = {Access.OWN: os.O_RDWR | os.O_CREAT, Access.ERASE: os.O_RDWR, Acce
 _NEW_SUPERBLOCK, _NOTE, _NEW_NOTE, _PROBE = "superblock.new", "note", "note.new", "probe"
 _OURS = {LOCK, SUPERBLOCK, BLOCKS, SLOTS, LEDGER, _NEW_SUPERBLOCK, _NOTE, _NEW_NOTE, _PROBE}
 _OF_FILE_SYSTEMS = {"lost+found"}
-_REFUSED_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _RETRY_S = 10.0
 
@@ -151,7 +150,7 @@ class Directory:
         try:
             self._direct_fd = self._open_file(BLOCKS, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
-            if error.errno not in _REFUSED_DIRECT:
+            if not refuses_direct(error):
                 raise
             self._fall_back(error)
 
@@ -300,7 +299,7 @@ class Directory:
             try:
                 return call(self._direct_fd, buffers, offset)
             except OSError as error:
-                if error.errno not in _REFUSED_DIRECT:
+                if not refuses_direct(error):
                     raise
                 self._fall_back(error)
         return call(self._blocks_fd, buffers, offset)
@@ -372,7 +371,7 @@ class Directory:
             speed = self._probe_direct()
             self._direct_fd = self._open_file(BLOCKS, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
-            if error.errno not in _REFUSED_DIRECT:
+            if not refuses_direct(error):
                 raise
             self._fall_back(error)
         if speed is not None and speed.is_slow:

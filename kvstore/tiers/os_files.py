@@ -58,6 +58,11 @@ class OsFiles:
         os.fsync(fd)
 
 
+def refuses_direct(error: OSError) -> bool:
+    """Whether the file system takes no O_DIRECT."""
+    return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
 def is_disk_full(error: OSError) -> bool:
     """Whether there is no room: on the disk, in the quota, or in the largest file allowed."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -206,7 +206,8 @@ def test_o_direct_refused_at_start_falls_back_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("call", "mib_per_s", "is_slow"), [("pwritev", 200, True), ("preadv", 200, True), ("preadv", 300, False)]
+    ("call", "mib_per_s", "is_slow"),
+    [("pwritev", 200, True), ("preadv", 200, True), ("preadv", 300, False), ("pwritev", 5, True), ("preadv", 5, True)],
 )
 def test_a_slow_disk_is_said_at_start_and_soon(
     tmp_path: Path, call: str, mib_per_s: int, is_slow: bool, caplog: pytest.LogCaptureFixture
@@ -224,7 +225,7 @@ def test_a_slow_disk_is_said_at_start_and_soon(
         store(tier, 0)
         assert readable(tier, range(1)) == {0}
     assert caplog.text.count("recomputing is likely to be faster") == is_slow
-    assert clock.now_s < 0.15
+    assert clock.now_s < 0.5, "a start waited for more than two pieces"
 
 
 def test_a_disk_that_gives_other_bytes_than_it_took_is_not_used(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.config import Config, FileConfig, MemoryConfig
+from kvstore.doctor import Verdict, examine
 from kvstore.testing.blocks import full_move, layout_of
 from kvstore.tiers.base import BlockMove
 from kvstore.tiers.file import FileTier
@@ -73,9 +75,21 @@ def crowded(mount: Path) -> None:
         assert len(list(tier.scan())) == written.count(OK)
 
 
-@pytest.mark.parametrize("scene", ["scenario", "crowded"])
+def examined(mount: Path) -> None:
+    """Half a MiB of disk is left, which says nothing of O_DIRECT nor of speed."""
+    (mount / "stranger").write_bytes(bytes((24 << 20) - (512 << 10)))
+    findings = {found.name: found for found in examine(Config(MemoryConfig(1 << 20), FileConfig((mount,), 1 << 20)))}
+    found = findings[f"disk of {mount}"]
+    assert (found.verdict, found.advice) == (Verdict.WARN, "free disk space")
+    assert [path.name for path in mount.iterdir()] == ["stranger"]
+
+
+@pytest.mark.parametrize("scene", ["scenario", "crowded", "examined"])
 def test_writing_stops_when_the_disk_is_full_and_resumes_when_it_is_not(tmp_path: Path, scene: str) -> None:
-    """In a mount namespace of its own, since a limit on a process's files is not the same as a full disk."""
+    """And the doctor tells a full disk from one that takes no O_DIRECT.
+
+    In a mount namespace of its own, since a limit on a process's files is not the same as a full disk.
+    """
     unshare = shutil.which("unshare")
     prefix = [unshare or "", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     if unshare is None or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode != 0:
@@ -88,5 +102,5 @@ def test_writing_stops_when_the_disk_is_full_and_resumes_when_it_is_not(tmp_path
 
 
 if __name__ == "__main__":
-    {"scenario": scenario, "crowded": crowded}[sys.argv[1]](Path(sys.argv[2]))
+    {"scenario": scenario, "crowded": crowded, "examined": examined}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.write("done\n")
