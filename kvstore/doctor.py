@@ -19,10 +19,11 @@ from pathlib import Path
 from kvstore import machine
 from kvstore.config import Config, FileConfig, MemoryConfig
 from kvstore.errors import ConfigError
+from kvstore.mapping import HUGE_PAGE_BYTES
 from kvstore.quantity import format_size
 from kvstore.servers import ServerReport, survey
 from kvstore.tiers.disk_speed import DiskSpeed, measure
-from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena
+from kvstore.tiers.memory import Arena
 from kvstore.tiers.os_files import OsFiles, is_disk_full, refuses_direct
 
 MIN_FILE_DESCRIPTORS = 1024

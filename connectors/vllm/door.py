@@ -7,7 +7,6 @@ system. With the arena goes whatever must stay open while somebody may write to 
 import array
 import contextlib
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -16,6 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.lease import Location
+from kvstore.mapping import Mapping
 
 TIMEOUT_S = 5.0
 MAX_DESCRIPTORS = 4
@@ -102,29 +102,23 @@ class ArenaView:
         if not descriptors:
             raise OSError(f"arena {number} is not to be had any more")
         memory, *self._ties = descriptors
-        try:
-            self._map = mmap.mmap(memory, os.fstat(memory).st_size)
-        finally:
-            os.close(memory)
-        # A process that this one forks must not hold on to the memory.
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self._view = memoryview(self._map)
-        self._pages_stay = stays == b"\1"
+        # Its pages are there, or the scheduler half's to make; on huge pages they are mapped as such.
+        self._mapping = Mapping(memory, os.fstat(memory).st_size, prefault=False, pages_stay=stays == b"\1")
+        self._mapping.keep_from_children()
 
     @property
     def fixed_memory(self) -> memoryview | None:
         """All of it, if its pages stay the same, so that a device may be given it."""
-        return self._view[:] if self._pages_stay else None
+        mapping = self._mapping
+        return mapping.view(0, mapping.capacity_bytes) if mapping.pages_stay else None
 
     def views(self, offsets_bytes: Sequence[int], num_bytes: int) -> list[memoryview]:
         """As many writable bytes from each offset on."""
-        return [self._view[offset : offset + num_bytes] for offset in offsets_bytes]
+        return self._mapping.views(offsets_bytes, num_bytes)
 
     def close(self) -> None:
         """Unmap, then let the other end know. Nothing may look at its views any more."""
-        self._view.release()
-        with contextlib.suppress(BufferError):  # a view is still somewhere: the memory goes with it
-            self._map.close()
+        self._mapping.close()
         for tie in self._ties:
             os.close(tie)
         self._ties = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
-from kvstore.tiers.memory import Mapping
+from kvstore.mapping import Mapping
 from kvstore.wire import HEADER_BYTES, arena_socket, frame, frame_bytes, unframe
 
 HANDSHAKE_TIMEOUT_S = 2.0
@@ -31,7 +31,9 @@ class Tether:
             connection.connect(str(arena_socket(path)))
             connection.sendall(frame(api.Hello(token=token)))
             welcome, fd = _welcome(connection)
-            arena = Mapping(fd, welcome.arena_bytes, pages_stay=welcome.pages_stay)
+            # Pages that move between tenants are the sidecar's to make: each client would make all that there may be.
+            stays = welcome.pages_stay
+            arena = Mapping(fd, welcome.arena_bytes, prefault=stays, pages_stay=stays)
         except BaseException:  # whatever it is goes on its way, and nobody else would close this
             connection.close()
             raise

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.mapping import HUGE_PAGE_BYTES, Mapping
 from kvstore.testing.sidecar import eventually
 from kvstore.testing.tier_contract import CAPACITY_BYTES, TierContract
 from kvstore.tiers import memory
 from kvstore.tiers.base import Tier
 from kvstore.tiers.domains import Arenas, DomainMemoryTier
-from kvstore.tiers.memory import HUGE_PAGE_BYTES, Arena, Mapping, MemoryTier
+from kvstore.tiers.memory import Arena, MemoryTier
 
 
 def _can_collapse() -> bool:

@@ -1,6 +1,8 @@
 """Tenants of one sidecar: nobody reads, probes or evicts another's blocks; memory moves between them, bytes do not."""
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -137,6 +139,23 @@ def test_memory_moves_to_who_needs_it_and_takes_no_bytes_along(tenants: dict[str
     for chain in chains:
         assert set(marks(red, chain)) <= {b"RED."}
         assert set(marks(blue, chain)) <= {b"BLUE"}
+
+
+def test_who_connects_makes_no_memory_of_its_own(tmp_path: Path) -> None:
+    """Each maps as much as all tenants have together, and only pages that the sidecar makes are there."""
+    path = tmp_path / "tenants.toml"
+    path.write_text(line("red", "red-token") + line("blue", "blue-token"))
+    with Sidecar(MEMORY_CAPACITY="64MiB", SERVER_TENANTS_FILE=str(path)) as served, ExitStack() as stack:
+        num_bytes = 0
+        for name in ("red", "blue"):
+            client = stack.enter_context(closing(StoreClient(served.socket, token=f"{name}-token", budget_s=5.0)))
+            assert client.wait_connected(20.0)
+            put_eventually(client, chain_of(client, 1), b"LIVE")
+            session = client._connection.session
+            assert session is not None
+            eventually(lambda: all(thread.name != "kvstore-prefault" for thread in threading.enumerate()))
+            num_bytes += os.stat(session.tether.arena.fd).st_blocks * 512
+        assert 0 < num_bytes <= 64 << 20
 
 
 def test_quotas_hold(tenants: dict[str, StoreClient]) -> None:
