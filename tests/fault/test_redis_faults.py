@@ -25,7 +25,7 @@ OK, ABSENT, DAMAGED, LATE, FULL, FAILED = (
     Outcome.FULL,
     Outcome.FAILED,
 )
-SHORT_S = 0.15
+SHORT_S = 0.5
 
 
 @dataclass

@@ -17,8 +17,8 @@ from kvstore.types import Outcome
 from tests.redis_blocks import NAMESPACE, WHOLE, are_right, empty, full, key, keys, probed, soon
 
 OK, ABSENT, LATE, FULL, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.LATE, Outcome.FULL, Outcome.FAILED
-SHORT_S = 0.15
-GRACE_S = 0.05
+SHORT_S = 0.4
+GRACE_S = 0.3
 """How much later than its deadline a call may return before its mover calls it stuck."""
 
 

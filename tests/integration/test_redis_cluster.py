@@ -14,8 +14,8 @@ from kvstore.types import BlockKey, Outcome
 from tests.redis_blocks import NAMESPACE, WHOLE, are_right, content, empty, full, key, keys, probed, soon
 
 OK, ABSENT, LATE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.LATE, Outcome.FAILED
-SHORT_S = 0.3
-GRACE_S = 0.05
+SHORT_S = 1.0
+GRACE_S = 0.5
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def num_left(client: StoreClient, ns: Namespace) -> int:
 
 def test_the_third_step_does_not_wait_for_the_sidecar(served: Sidecar, client: StoreClient, ns: Namespace) -> None:
     reserve_twice(client, ns)
-    time.sleep(0.2)  # the answer is on its way
+    time.sleep(1.0)  # the answer is on its way
     served.send(signal.SIGSTOP)
     began_s = time.monotonic()
     lease = client.reserve(ns, STEP_BLOCKS)
@@ -90,7 +90,7 @@ def test_a_spare_of_a_sidecar_that_died_is_nobodys(
     monkeypatch.setattr(ahead, "KEEP_S", 60.0)
     chain, lost = chain_of(ns, STEP_BLOCKS), client._connection.session
     reserve_twice(client, ns)
-    time.sleep(0.2)  # the answer is on its way
+    time.sleep(1.0)  # the answer is on its way
     served.restart()
     served.wait_ready()
     wait_usable(served)
