@@ -21,7 +21,7 @@ TINY = Layout(dtype="bfloat16", num_layers=1, num_heads=1, plane_dims=(8, 8), to
 """512 bytes a block: the wire's peek holds more than one header and less than one block."""
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=150)
 
 
 @contextmanager

@@ -200,4 +200,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestStoreMachine.settings = settings(max_examples=120, stateful_step_count=40)

@@ -294,7 +294,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps)
 def test_no_order_of_calls_loses_a_key(actions: list[tuple[str, int, int, float]]) -> None:
     """Requests that overlap, blocks that come without one, blocks that vanish from the middle of a chain."""
