@@ -313,7 +313,7 @@ MUTANTS = (
         "kvstore/client/session.py",
         "sent_s = self._pongs_s.get(ping.last_pong)",
         "sent_s = now_s",
-        (CLIENTS,),
+        ("tests/unit/test_client_session.py",),
     ),
     Mutant(
         "a client takes back its slots before it has stopped writing",
