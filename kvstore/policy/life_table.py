@@ -69,7 +69,7 @@ class Traits(NamedTuple):
 SHAPES = 2 * NUM_GAPS + len(Kind) - 2
 """The gaps of OWN segments, those of SHARED ones, and one shape for each other kind."""
 NUM_TURNS = 8
-SIZES = Traits(SHAPES, 2 * NUM_TURNS, 16, 16, 17, 64, 128, 16, len(Match), 3, len(Kind))
+SIZES = Traits(SHAPES, 2 * NUM_TURNS, 16, 16, 17, 64, 1024, 16, len(Match), 3, len(Kind))
 UNKNOWN = Traits(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 OUTPUT_COLUMN = Traits._fields.index("output_size")
 
