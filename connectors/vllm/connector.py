@@ -13,6 +13,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.plan import Draft, EngineTraits, Planner
 from connectors.vllm import versions
+from connectors.vllm.events import StoreEvents
 from connectors.vllm.identity import adapter_version, hash_scheme, identity_of
 from connectors.vllm.messages import Step, StoreReport
 from connectors.vllm.metrics import ServedMetrics, ServedStats
@@ -21,8 +22,10 @@ from connectors.vllm.request import EngineRequest
 from connectors.vllm.scheduler_half import SchedulerHalf
 from connectors.vllm.settings import Settings
 from connectors.vllm.worker_half import WorkerHalf
+from kvstore.block_store import BlockStore
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.store import Store
 
 SOURCES = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
@@ -52,6 +55,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config, os.environ)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._events: StoreEvents | None = None
         self._namespaces: dict[str, Namespace] = {}
         self._form: PageFormat | None = None
         self._refusals = self._planner().refusals
@@ -74,6 +78,15 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             prefetch_s=config.prefetch_deadline_ms / 1000,
             namespace_for=self._namespace_for,
         )
+        events = self._vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._tell_events(self._scheduler.store)
+
+    def _tell_events(self, store: BlockStore) -> None:
+        if isinstance(store, Store):
+            self._events = StoreEvents(store, self._tokens_per_block)
+        else:
+            _log.warning("KV events tell nothing of the sidecar's blocks, which are its own: follow its Watch for them")
 
     def _planner(self) -> Planner:
         prefetch_s = self._settings.config.prefetch_deadline_ms / 1000
@@ -95,6 +108,8 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 cache = self._vllm_config.cache_config
                 layout = self._form.layout(self._num_ranks, f"vllm-{vllm.__version__}", str(cache.cache_dtype))
                 ns = self._namespaces[name] = self._scheduler.store.open_namespace(identity, layout)
+                if self._events is not None:
+                    self._events.open_namespace(ns)
             except KVStoreError as error:
                 _log.error("request %s is served without the KV store: %s", request.request_id, error)
         return ns
@@ -196,6 +211,13 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether to keep on stepping until copies have returned."""
         return self._scheduler is not None and self._scheduler.has_work
+
+    def take_events(self) -> list[Any]:
+        """What has come to the store and left it."""
+        if self._events is None or self._scheduler is None:
+            return []
+        with self._scheduler.owning:
+            return self._events.take()
 
     def reset_cache(self) -> bool:
         """Forget the blocks of this engine's model in every tier."""

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -31,7 +39,11 @@ VOCAB = 500
 
 
 class Runner:
-    """An engine without a model. ``store``: the connector's settings; ``transfer``: those of another connector."""
+    """An engine without a model.
+
+    ``store``: the connector's settings; ``transfer``: those of another connector; ``events``: where vLLM publishes,
+    and where it tells again.
+    """
 
     def __init__(
         self,
@@ -39,6 +51,7 @@ class Runner:
         store: dict[str, Any],
         *,
         transfer: dict[str, Any] | None = None,
+        events: tuple[str, str] | None = None,
         num_pages: int,
         is_async: bool = False,
         step_tokens: int = 128,
@@ -47,6 +60,9 @@ class Runner:
         config = vllm_config(model, store, step_tokens, is_async=is_async, dtype=dtype)
         if transfer is not None:
             config.kv_transfer_config = KVTransferConfig(**transfer)
+        if events is not None:
+            endpoint, replay = events
+            config.kv_events_config = KVEventsConfig(True, "zmq", endpoint=endpoint, replay_endpoint=replay)
         config.cache_config.num_gpu_blocks = num_pages
         spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         group = KVCacheGroupSpec(layer_names=list(LAYERS), kv_cache_spec=spec)
