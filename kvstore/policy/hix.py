@@ -349,13 +349,12 @@ class HIX(Generic[K]):
         if not self._is_full or num_blocks - num_resident <= free:
             self._ranking.clear()
             return num_blocks
+        # As coarse as the table, so that of equals the new one stays.
+        curves = self._segments.refresh(self._curves, [part.traits for part in parts])
+        mine = curves[:, 0].astype(np.float32)
         indices, lengths = self._rank(NUM_LOWEST)
         if num_blocks - num_resident > lengths.sum():
             indices, lengths = self._rank(MAX_RANKED)
-        # As coarse as the table, so that of equals the new one stays.
-        mine = retention_index(self._model.hazards(codes_of([part.traits for part in parts])), 1)[:, 0].astype(
-            np.float32
-        )
         below = np.concatenate([[0], np.cumsum(lengths)])
         keep = num_resident
         for part, index in zip(parts, mine, strict=True):

@@ -25,8 +25,8 @@ def age_bins(ages_s: Floats) -> npt.NDArray[np.intp]:
     return np.searchsorted(AGE_EDGES_S, ages_s, side="right") - 1
 
 
-def retention_index(hazards: Floats, num_ages: int = NUM_AGES) -> Floats:
-    """Hits per block-second at the start of the first ``num_ages`` bins, ``[n, num_ages]``.
+def retention_index(hazards: Floats) -> Floats:
+    """Hits per block-second at the start of every bin, ``[n, NUM_AGES]``.
 
     ``hazards`` are uses per second in every bin, ``[n, NUM_AGES]``.
     """
@@ -36,10 +36,10 @@ def retention_index(hazards: Floats, num_ages: int = NUM_AGES) -> Floats:
     left = np.concatenate([np.ones((len(hazards), 1)), left], axis=1)
     held_s = np.cumsum((left[:, :-1] * -np.expm1(-risk) / hazards)[:, ::-1], axis=1)[:, ::-1]
     held_s = np.concatenate([held_s, np.zeros((len(hazards), 1))], axis=1)
-    used = left[:, :num_ages, None] - left[:, None, 1:]
-    held_until_s = held_s[:, :num_ages, None] - held_s[:, None, 1:]
+    used = left[:, :NUM_AGES, None] - left[:, None, 1:]
+    held_until_s = held_s[:, :NUM_AGES, None] - held_s[:, None, 1:]
     # An edge that is not ahead has neither use nor time beyond it, and becomes no index above 0.
     np.maximum(held_until_s, _LEAST_S, out=held_until_s)
     np.divide(used, held_until_s, out=used)
-    best: Floats = np.maximum(used.max(axis=2), hazards[:, :num_ages])  # up to the next edge it is the hazard
+    best: Floats = np.maximum(used.max(axis=2), hazards)  # up to the next edge it is the hazard
     return best

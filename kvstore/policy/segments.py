@@ -8,12 +8,12 @@ Invariant: each resident key is in exactly one segment; a segment has a row in t
 """
 
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.policy.life_table import SIZES, Codes, Traits
+from kvstore.policy.life_table import SIZES, Codes, Traits, codes_of
 from kvstore.policy.retention import NUM_AGES, Floats, age_bins
 
 K = TypeVar("K", bound=Hashable)
@@ -23,6 +23,7 @@ MAX_REFRESHED = 64
 MAX_RANKED = 8192
 """More segments than that are ranked a part at a time: a pause has a bound, and a part has nearly as bad a worst."""
 
+NO_CURVES: Floats = np.zeros((0, NUM_AGES))
 Indices = npt.NDArray[np.intp]
 
 
@@ -47,18 +48,21 @@ class Segment(Generic[K]):
         return next((part for part in self.parts if part.start + len(part.keys) <= depth < part.end), self.parts[-1])
 
 
-_ROW = np.dtype(
-    [
-        ("curve", np.float32, NUM_AGES),
-        ("traits", np.int16, len(SIZES)),
-        ("used_s", np.float64),
-        ("length", np.int64),
-        ("version", np.int64),
-        ("is_stale", np.bool_),
-        ("is_running", np.bool_),
-        ("grown", np.int64),  # rises with every block that a segment is given: of equals, what grew last stays
-    ]
-)
+_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "curve": (np.float32, (NUM_AGES,)),
+    "traits": (np.int16, (len(SIZES),)),
+    "used_s": (np.float64, ()),
+    "length": (np.int64, ()),
+    "version": (np.int64, ()),
+    "is_stale": (np.bool_, ()),
+    "is_running": (np.bool_, ()),
+    "grown": (np.int64, ()),  # rises with every block that a segment is given: of equals, what grew last stays
+}
+
+
+def _columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
+    """An array for each, since to rank all segments is to read few columns of every row."""
+    return {name: np.zeros((num_rows, *shape), dtype) for name, (dtype, shape) in _COLUMNS.items()}
 
 
 class Segments(Generic[K]):
@@ -68,7 +72,7 @@ class Segments(Generic[K]):
         """``first_curve`` is the index by age, ``[NUM_AGES]``, of a segment that ``refresh`` has not come to yet."""
         self._first_curve = first_curve
         self._of: dict[K, Segment[K]] = {}
-        self._table = np.zeros(256, dtype=_ROW)
+        self._table = _columns(256)
         self._at: list[Segment[K] | None] = [None] * 256
         self._free = list(range(255, -1, -1))
         self._next_ranked = 0
@@ -148,7 +152,7 @@ class Segments(Generic[K]):
 
     def rebase(self, now_s: float) -> None:
         """All were used at ``now_s``."""
-        self._table["used_s"] = now_s
+        self._table["used_s"][:] = now_s
         for segment in filter(None, self._at):
             segment.used_s = now_s
 
@@ -162,12 +166,15 @@ class Segments(Generic[K]):
         self._table["curve"][same] = curves[same]
         self._table["is_stale"][same] = False
 
-    def refresh(self, curves_of: Callable[[Codes], Floats]) -> None:
-        """Curves for some of the segments of which something new is known."""
-        rows = np.flatnonzero(self._table["is_stale"])[:MAX_REFRESHED]
-        if len(rows):
-            self._table["curve"][rows] = curves_of(self._table["traits"][rows])
-            self._table["is_stale"][rows] = False
+    def refresh(self, curves_of: Callable[[Codes], Floats], traits: Sequence[Traits] = ()) -> Floats:
+        """Curves for some of the segments of which something new is known; returns those for ``traits``."""
+        rows = self._table["is_stale"].nonzero()[0][:MAX_REFRESHED]
+        if not (len(rows) or traits):
+            return NO_CURVES
+        curves = curves_of(np.concatenate([self._table["traits"][rows], codes_of(traits)]))
+        self._table["curve"][rows] = curves[: len(rows)]
+        self._table["is_stale"][rows] = False
+        return curves[len(rows) :]
 
     def _note_growth(self, segment: Segment[K]) -> None:
         self._note_length(segment)
@@ -189,7 +196,8 @@ class Segments(Generic[K]):
     def _give_row(self, segment: Segment[K]) -> None:
         if not self._free:
             size = len(self._at)
-            self._table = np.concatenate([self._table, np.zeros(size, dtype=_ROW)])
+            more = _columns(size)
+            self._table = {name: np.concatenate([column, more[name]]) for name, column in self._table.items()}
             self._at += [None] * size
             self._free = list(range(2 * size - 1, size - 1, -1))
         segment.row = self._free.pop()
@@ -211,7 +219,7 @@ class Segments(Generic[K]):
         self, now_s: float, num_lowest: int = MAX_RANKED
     ) -> tuple[list[Segment[K]], Floats, npt.NDArray[np.int64]]:
         """The lowest segments, lowest first, their indices and lengths; of very many, another part at each call."""
-        rows = np.flatnonzero(self._table["length"])
+        rows = self._table["length"].nonzero()[0]
         if len(rows) > MAX_RANKED:
             rows = np.take(rows, np.arange(self._next_ranked, self._next_ranked + MAX_RANKED), mode="wrap")
             self._next_ranked = (self._next_ranked + MAX_RANKED) % len(rows)
@@ -220,7 +228,7 @@ class Segments(Generic[K]):
         indices[self._table["is_running"][rows]] = np.inf
         if num_lowest < len(rows):
             # Those that are as low as the highest of the lowest, too, so that who comes first is as among all.
-            lowest = np.flatnonzero(indices <= np.partition(indices, num_lowest - 1)[num_lowest - 1])
+            lowest = (indices <= np.partition(indices, num_lowest - 1)[num_lowest - 1]).nonzero()[0]
             rows, indices = rows[lowest], indices[lowest]
         order = np.lexsort((self._table["grown"][rows], indices))
         rows = rows[order]
