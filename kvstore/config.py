@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from kvstore import machine
 from kvstore.codecs.registry import CODECS
 from kvstore.errors import ConfigError
+from kvstore.namespace import MAX_TOKENS_PER_S
 from kvstore.policy import POLICIES
 from kvstore.quantity import format_size, parse_duration, parse_size
 from kvstore.tiers.redis_url import parse_url, require_tls
@@ -150,6 +151,14 @@ def _duration_s(value: object) -> int:
     return duration_ms // 1000
 
 
+def _rate(value: object) -> int:
+    """A whole number; in the environment, its digits."""
+    rate = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= MAX_TOKENS_PER_S:
+        raise ValueError(f"not a whole number from 0 to {MAX_TOKENS_PER_S}")
+    return rate
+
+
 def _directories(value: object) -> tuple[Path, ...]:
     """A list; in the environment and for one directory a text, parted at colons."""
     parts = value if isinstance(value, list) else _text(value).split(":")
@@ -207,6 +216,9 @@ SETTINGS = (
     Setting("policy", _one_of(*POLICIES), "hix", '"lru"', "what to keep: the eviction policy of every tier"),
     Setting("max_age", _duration_s, "0", '"24h"', "blocks are gone so long after they were computed; 0: never"),
     Setting("prefetch_deadline", _duration_ms, "1s", '"500ms"', "how long a request may wait for lower tiers"),
+    Setting(
+        "prefill_tokens_per_s", _rate, 0, "20000", "what the engine computes: nothing slower is loaded; 0: unknown"
+    ),
     # 4 GiB hold 32,000 tokens of an 8B model and fit beside any engine; a share of RAM would differ by host
     Setting("memory.capacity", _size, "4GiB", '"64GiB"', "host RAM for blocks; 0: no memory tier"),
     Setting("file.directories", _directories, None, '["/mnt/nvme0/kv"]', "where files lie, one for each drive"),
@@ -264,6 +276,8 @@ class Config:
     max_age_s: int = 0
     """For namespaces that set none of their own; 0: no limit."""
     prefetch_deadline_ms: int = 1000
+    prefill_tokens_per_s: int = 0
+    """For namespaces whose engine says none of its own; 0: not known, and whatever is found is loaded."""
     record: RecordConfig | None = None
     server: ServerConfig = field(default_factory=lambda: ServerConfig(machine.default_socket()))
 
@@ -288,6 +302,7 @@ class Config:
             policy=values["policy"],
             max_age_s=values["max_age"],
             prefetch_deadline_ms=values["prefetch_deadline"],
+            prefill_tokens_per_s=values["prefill_tokens_per_s"],
             record=_record(values, given),
             server=_server(values),
         )

@@ -25,5 +25,8 @@ def set_gauges(stats: Stats, levels: Iterable[SlotLevel], lanes: Iterable[Lane])
         stats.set("kvstore_in_flight_bytes", lane.bytes_in_flight, lane.name)
         stats.set("kvstore_copy_seconds_total", lane.copy_s, lane.name)
         stats.set("kvstore_breaker_openings_total", lane.breaker.num_openings, lane.name)
+        if lane.reads.bytes_per_s is not None:
+            stats.set("kvstore_read_bytes_per_second", lane.reads.bytes_per_s, lane.name)
+            stats.set("kvstore_read_latency_seconds", lane.reads.latency_s, lane.name)
         for state in BreakerState:
             stats.set("kvstore_tier_state", lane.breaker.state is state, lane.name, state.value)

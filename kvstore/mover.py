@@ -20,7 +20,8 @@ from threading import Event, Thread
 from typing import Protocol
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.tiers.base import Spread, Tier
+from kvstore.placement import ReadSpeed
+from kvstore.tiers.base import Measured, Spread, Tier
 from kvstore.types import Outcome
 
 Work = Callable[[], list[Outcome]]
@@ -43,6 +44,7 @@ class Ticket:
     """Whether somebody waits for it: it goes before what is only copied down."""
     outcomes: list[Outcome] = field(default_factory=list)
     started: bool = False
+    began_s: float = 0.0
     took_s: float = 0.0
     overdue: bool = False
 
@@ -141,12 +143,18 @@ class Lane:
         self.bytes_in_flight = 0
         self.copy_s = 0.0
         """What all copies have taken in their threads, once they returned."""
+        self.reads = ReadSpeed(tier.read_bytes_per_s() if isinstance(tier, Measured) else None)
         self.in_flight: set[Ticket] = set()
         self._executor = executor
 
     def is_down(self) -> bool:
         """Whether a copy of which nothing came says so of the whole tier."""
         return not isinstance(self.tier, Spread) or self.tier.is_down()
+
+    @property
+    def read_bytes_in_flight(self) -> int:
+        """Bytes of the copies that somebody waits for."""
+        return sum(ticket.num_bytes for ticket in self.in_flight if ticket.urgent)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more may be in flight; an idle lane takes a ticket of any size."""
@@ -163,6 +171,10 @@ class Lane:
         self.in_flight.remove(ticket)
         self.bytes_in_flight -= ticket.num_bytes
         self.copy_s += ticket.took_s
+        if ticket.started and ticket.urgent and ticket.num_bytes:  # a probe moves no bytes
+            num_bytes = ticket.num_bytes * ticket.outcomes.count(Outcome.OK) // ticket.num_blocks
+            is_last = self.read_bytes_in_flight == 0
+            self.reads.note(num_bytes, ticket.began_s, ticket.began_s + ticket.took_s, is_last=is_last)
 
     def close(self) -> None:
         """Take no more tickets."""
@@ -259,7 +271,7 @@ class Mover:
         if began_s >= ticket.deadline_s:
             ticket.outcomes = [Outcome.LATE] * ticket.num_blocks
         else:
-            ticket.started = True
+            ticket.started, ticket.began_s = True, began_s
             try:
                 ticket.outcomes = ticket.work()
             except Exception:  # noqa: BLE001 - the edge of a mover thread: a bug in a tier is a miss, not a hang

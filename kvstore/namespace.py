@@ -11,23 +11,31 @@ from kvstore.types import BlockKey
 
 MAX_AGE_S = (1 << 32) - 1
 """136 years."""
+MAX_TOKENS_PER_S = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class Namespace:
     """Everything of a block's key but its tokens. ``max_age_s`` 0: blocks may stay for ever.
 
-    Raises ``ConfigError`` for another.
+    ``prefill_tokens_per_s`` is what the engine computes, so that nothing is loaded that it has faster; 0: not known.
+    Raises ``ConfigError`` for others.
     """
 
     identity: Identity
     layout: Layout
     max_age_s: int = 0
+    prefill_tokens_per_s: int = 0
 
     def __post_init__(self) -> None:
         age = self.max_age_s
         if not isinstance(age, int) or not 0 <= age <= MAX_AGE_S:
             raise ConfigError(f"max_age_s is {age!r}; it must be whole seconds from 0, for ever, to {MAX_AGE_S}")
+        rate = self.prefill_tokens_per_s
+        if not isinstance(rate, int) or not 0 <= rate <= MAX_TOKENS_PER_S:
+            raise ConfigError(
+                f"prefill_tokens_per_s is {rate!r}; it must be a whole number from 0, not known, to {MAX_TOKENS_PER_S}"
+            )
 
     @cached_property
     def digest(self) -> bytes:

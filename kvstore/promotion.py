@@ -4,6 +4,10 @@ A prefetch walks its chain: what is READY in RAM it pins, what is on its way it 
 what a shared level may have it probes for, once. Whenever something it waited for is settled it walks again. It is done
 when nothing more can come, or at its deadline, whatever is stuck.
 
+Where the engine's prefill rate is known, a run of blocks is read only if that takes less time than to compute them;
+what is not read is a miss. The rate is taken to be the same at every depth, though deep tokens cost more; so a run pays
+as a whole or not at all. What a prefetch waits for anyway is no cost of what it reads besides.
+
 Invariant: a key is arriving from at most one level, and every prefetch that waits for it is told exactly once.
 """
 
@@ -16,7 +20,9 @@ from kvstore.level import Level
 from kvstore.memory_level import MemoryLevel
 from kvstore.mover import Mover
 from kvstore.namespace import Namespace
+from kvstore.placement import TRIAL_BYTES
 from kvstore.shared_level import SharedLevel
+from kvstore.stats import Stats
 from kvstore.tiers.base import BlockMove
 from kvstore.types import BlockKey, Outcome
 
@@ -37,18 +43,21 @@ class Prefetch:
     probed: bool = False
     hungry: bool = False
     refused: set[tuple[str, BlockKey]] = field(default_factory=set)
+    declined: tuple[str, int] | None = None
+    """The level that has blocks up to there which are faster to compute than to read, the last time there were any."""
     pinned: list[int] = field(default_factory=list)
 
 
 class Promotions:
     """Every prefetch that is under way."""
 
-    def __init__(self, memory: MemoryLevel, lower: Sequence[Level], copies: Copies, mover: Mover) -> None:
+    def __init__(self, memory: MemoryLevel, lower: Sequence[Level], copies: Copies, mover: Mover, stats: Stats) -> None:
         """``lower``: the levels below RAM, the nearest first."""
         self._memory = memory
         self._lower = lower
         self._copies = copies
         self._mover = mover
+        self._stats = stats
         self._arriving: dict[BlockKey, list[Prefetch]] = {}
         self._open: set[Prefetch] = set()
 
@@ -124,7 +133,12 @@ class Promotions:
             if not self._mover.lane(level.name).breaker.is_ready(self._mover.clock()):
                 prefetch.refused.add((level.name, chain[start]))
                 continue
-            return self._read(prefetch, level, start, count)
+            num_worth = self._worth_reading(prefetch, level, count)
+            if num_worth == 0:
+                prefetch.refused.add((level.name, chain[start]))
+                prefetch.declined = level.name, start + count
+                continue
+            return self._read(prefetch, level, start, num_worth)
         shared = next((level for level in self._lower if isinstance(level, SharedLevel)), None)
         if shared is not None and not prefetch.probed:
             self._probe(prefetch, shared, chain[start : start + PROBE_BLOCKS])
@@ -147,6 +161,21 @@ class Promotions:
             if key in self._arriving or key in pool or (level.name, key) in prefetch.refused:
                 return count
         return covered
+
+    def _worth_reading(self, prefetch: Prefetch, level: Level, count: int) -> int:
+        """How many blocks of a run of ``count`` to read from ``level`` rather than to compute."""
+        layout, tokens_per_s = prefetch.ns.layout, prefetch.ns.prefill_tokens_per_s
+        if not tokens_per_s:
+            return count
+        lane = self._mover.lane(level.name)
+        ahead_bytes = max(0, lane.read_bytes_in_flight - prefetch.waiting * layout.block_bytes)
+        read_s = lane.reads.seconds(ahead_bytes + count * layout.block_bytes)
+        if prefetch.waiting:
+            read_s -= lane.reads.latency_s
+        if read_s < count * layout.tokens_per_block / tokens_per_s:
+            return count
+        num_tried = min(count, max(1, TRIAL_BYTES // layout.block_bytes))
+        return num_tried if lane.reads.take_trial(self._mover.clock(), num_tried * layout.block_bytes) else 0
 
     def _read(self, prefetch: Prefetch, level: Level, start: int, count: int) -> bool:
         """Reserve RAM and read into it; False if not all of the run could be started."""
@@ -231,6 +260,9 @@ class Promotions:
         prefetch.done = True
         prefetch.hungry = False
         prefetch.ready = len(prefetch.pinned)
+        if prefetch.declined is not None:
+            name, end = prefetch.declined
+            self._stats.inc("kvstore_declined_blocks_total", max(0, end - prefetch.ready), name)
         self._open.discard(prefetch)
         pool = self._memory.pool(prefetch.ns.fingerprint)
         for slot in prefetch.pinned:

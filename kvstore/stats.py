@@ -35,6 +35,7 @@ CATALOGUE = (
     Metric(
         "kvstore_hit_tokens_total", "counter", "Tokens found of requests as they arrived, by the first tier.", ("tier",)
     ),
+    Metric("kvstore_declined_blocks_total", "counter", "Blocks not promoted: they are faster to compute.", ("tier",)),
     Metric("kvstore_evicted_blocks_total", "counter", "Blocks forgotten to make room.", ("tier",)),
     Metric("kvstore_accepted_blocks_total", "counter", "Blocks accepted for copy-down to a tier.", ("tier",)),
     Metric(
@@ -51,6 +52,8 @@ CATALOGUE = (
     ),
     Metric("kvstore_copied_bytes_total", "counter", "Bytes copied between RAM and a tier.", ("tier", "op")),
     Metric("kvstore_copy_seconds_total", "counter", "Time that copies took in their threads.", ("tier",)),
+    Metric("kvstore_read_bytes_per_second", "gauge", "What reading from a tier gives, as estimated.", ("tier",)),
+    Metric("kvstore_read_latency_seconds", "gauge", "What a read from a tier takes besides.", ("tier",)),
     Metric("kvstore_breaker_openings_total", "counter", "How often a tier was given up for a while.", ("tier",)),
     Metric("kvstore_tier_state", "gauge", "1 for the state of the tier's breaker, else 0.", ("tier", "state")),
     Metric("kvstore_tickets_in_flight", "gauge", "Copies that have not returned.", ("tier",)),

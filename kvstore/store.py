@@ -6,6 +6,7 @@ and their results are applied by ``poll``. Deadlines are absolute, on the store'
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from kvstore.arrivals import count_hits, count_request
 from kvstore.breaker import BreakerState
@@ -103,7 +104,7 @@ class Store:
         self._prefetches: Promotions | Discoveries = Discoveries(self._levels, self._copies)
         self._lending = Lending(self._levels, self._copies, self._mover, self._on_stored)
         if self._memory is not None:
-            self._promotions = Promotions(self._memory, self._lower, self._copies, self._mover)
+            self._promotions = Promotions(self._memory, self._lower, self._copies, self._mover, self.stats)
             self._prefetches = self._promotions
             self._copydown = CopyDown(self._memory, self._admissions, self._copies, self._mover, self.stats)
         copydown = None if self._memory is None else self._copydown
@@ -137,15 +138,23 @@ class Store:
     # ---- namespaces
 
     def open_namespace(
-        self, identity: Identity, layout: Layout, *, max_age_s: int | None = None, quotas: Sequence[Quota] = ()
+        self,
+        identity: Identity,
+        layout: Layout,
+        *,
+        max_age_s: int | None = None,
+        prefill_tokens_per_s: int = 0,
+        quotas: Sequence[Quota] = (),
     ) -> Namespace:
         """Whose blocks the following calls are about; the same arguments give the same namespace.
 
-        ``quotas`` bound what all namespaces of this layout use of RAM and of files. Raises ``LayoutError`` if a block
-        does not fit a tier.
+        ``prefill_tokens_per_s`` is the engine's rate; 0: as was said before, or configured. ``quotas`` bound what all
+        namespaces of this layout use of RAM and of files. Raises ``LayoutError`` if a block does not fit a tier.
         """
         self._require_open()
         ns = Namespace(identity, layout, self._config.max_age_s if max_age_s is None else max_age_s)
+        said = self._namespaces.get(ns.digest, self._config).prefill_tokens_per_s
+        ns = replace(ns, prefill_tokens_per_s=prefill_tokens_per_s or said)
         for level in self.slot_levels:
             level.open_pool(ns.fingerprint, layout.block_bytes, quotas)
         self._quotas[ns.fingerprint] = tuple(quotas)

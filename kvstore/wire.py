@@ -13,6 +13,7 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.errors import WireError
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
+from kvstore.namespace import Namespace
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Rank, Request
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -71,6 +72,17 @@ def unpack_identity(message: api.Identity) -> Identity:
         adapter_version=message.adapter_version,
         epoch=message.epoch,
         hash_scheme=message.hash_scheme,
+    )
+
+
+def pack_opening(number: int, ns: Namespace, max_age_s: int | None) -> api.OpenNamespace:
+    """The opening of a namespace that the client calls ``number``."""
+    return api.OpenNamespace(
+        namespace=number,
+        identity=pack_identity(ns.identity),
+        layout=pack_layout(ns.layout),
+        max_age_s=max_age_s,
+        prefill_tokens_per_s=ns.prefill_tokens_per_s,
     )
 
 

@@ -108,6 +108,25 @@ MUTANTS = (
         BOUNCE,
     ),
     Mutant(
+        "a slow disk is waited for",
+        "kvstore/promotion.py",
+        "return num_tried if lane.reads.take_trial(self._mover.clock(), num_tried * layout.block_bytes) else 0",
+        "return count",
+    ),
+    Mutant(
+        "what others wait for costs nothing",
+        "kvstore/promotion.py",
+        "lane.reads.seconds(ahead_bytes + count * layout.block_bytes)",
+        "lane.reads.seconds(count * layout.block_bytes)",
+    ),
+    Mutant(
+        "copies at the same time count one after another",
+        "kvstore/placement.py",
+        "max(0.0, ended_s - max(began_s, self._read_until_s))",
+        "ended_s - began_s",
+        ("tests/unit/test_placement.py",),
+    ),
+    Mutant(
         "a pinned block may be evicted",
         "kvstore/pool.py",
         "if slot in self._pins or self._children[slot]:",

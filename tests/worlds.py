@@ -33,6 +33,7 @@ class World:
         admission: str = "always",
         max_age: str = "0",
         policy: str = "hix",
+        prefill_tokens_per_s: int = 0,
         num_extents: int = 1,
     ) -> None:
         self.clock = FakeClock()
@@ -41,7 +42,7 @@ class World:
         if file:
             self.file = DictSlotTier(file, LAYOUT.block_bytes, num_extents=num_extents, clock=self.clock)
         self.shared = shared
-        tables: dict[str, object] = {"max_age": max_age, "policy": policy}
+        tables: dict[str, object] = {"max_age": max_age, "policy": policy, "prefill_tokens_per_s": prefill_tokens_per_s}
         if self.file:
             tables["file"] = {"directories": ["/nowhere"], "capacity": "1GiB", "admission": admission}
         if shared:

@@ -44,6 +44,11 @@ class Settings:
         """The store; a sidecar may be absent. Raises ``KVStoreError`` for a store that cannot be opened."""
         if not self.sidecar:
             return open_store(self.config)
-        client = StoreClient(self.config.server.socket, token=self.config.server.token, name="vllm")
+        client = StoreClient(
+            self.config.server.socket,
+            token=self.config.server.token,
+            name="vllm",
+            prefill_tokens_per_s=self.config.prefill_tokens_per_s,
+        )
         client.wait_connected(CONNECT_S)
         return client

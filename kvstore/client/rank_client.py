@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.api.v1 import kvstore_pb2 as api
-from kvstore.client.store_client import BUDGET_S, Held, StoreClient, no_views
+from kvstore.client.session import no_views
+from kvstore.client.store_client import BUDGET_S, Held, StoreClient
 from kvstore.lease import LeaseState, ReadLease, StripeLease
 from kvstore.namespace import Namespace
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Rank

@@ -179,3 +179,8 @@ class Session:
 
 def _nothing() -> None:
     """Nobody wants to know."""
+
+
+def no_views(_ns: Namespace, _slots: Sequence[int]) -> list[memoryview]:
+    """Of no slots there is nothing to see."""
+    return []

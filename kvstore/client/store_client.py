@@ -19,7 +19,7 @@ from kvstore.api.v1 import kvstore_pb2 as api
 from kvstore.client.ahead import Ahead
 from kvstore.client.connection import Connection
 from kvstore.client.lending import Lending
-from kvstore.client.session import Inbox, Session
+from kvstore.client.session import Inbox, Session, no_views
 from kvstore.deadline import bounded
 from kvstore.errors import ClosedError, LayoutError
 from kvstore.hashing import Identity
@@ -30,7 +30,7 @@ from kvstore.namespace import Namespace
 from kvstore.promotion import Prefetch
 from kvstore.stats import Stats
 from kvstore.types import NAMESPACE_DIGEST_BYTES, BlockKey, Request
-from kvstore.wire import pack_chain, pack_identity, pack_layout, pack_request
+from kvstore.wire import pack_chain, pack_opening, pack_request
 
 BUDGET_S = 0.1
 """An engine's step takes some ten milliseconds; a sidecar that needs longer than a few of them is not worth waiting."""
@@ -71,11 +71,18 @@ class StoreClient:
     """Blocks of any number of namespaces in the sidecar of this host."""
 
     def __init__(
-        self, path: Path | None = None, *, token: str = "", name: str = "", budget_s: float = BUDGET_S
+        self,
+        path: Path | None = None,
+        *,
+        token: str = "",
+        name: str = "",
+        budget_s: float = BUDGET_S,
+        prefill_tokens_per_s: int = 0,
     ) -> None:
-        """A client of the sidecar at the socket ``path``, which may be absent; by default this user's own."""
+        """Of the sidecar at the socket ``path``, by default this user's own; it may be absent. The engine's rate."""
         self.stats = Stats()
         self._budget_s = budget_s
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._calls = itertools.count(1)
         self._namespaces: dict[bytes, _Opened] = {}
         self._opening = threading.Lock()
@@ -103,13 +110,11 @@ class StoreClient:
     def open_namespace(self, identity: Identity, layout: Layout, *, max_age_s: int | None = None) -> Namespace:
         """Whose blocks the following calls are about. Raises ``LayoutError`` if the sidecar says so."""
         self._require_open()
-        ns = Namespace(identity, layout, max_age_s or 0)
+        ns = Namespace(identity, layout, max_age_s or 0, self._prefill_tokens_per_s)
         with self._opening:
             known = self._namespaces.get(ns.digest)
             number = known.number if known else len(self._namespaces) + 1
-            message = api.OpenNamespace(
-                namespace=number, identity=pack_identity(identity), layout=pack_layout(layout), max_age_s=max_age_s
-            )
+            message = pack_opening(number, ns, max_age_s)
             self._namespaces[ns.digest] = _Opened(number, ns, message)
             session = self._session()
         if session is not None:
@@ -487,11 +492,6 @@ class StoreClient:
                 f"namespace of model {ns.identity.model!r} was not opened here; call open_namespace first"
             )
         return opened
-
-
-def no_views(_ns: Namespace, _slots: Sequence[int]) -> list[memoryview]:
-    """Of no slots there is nothing to see."""
-    return []
 
 
 _NOTHING = Lookup(0, 0, pending=False)

@@ -143,7 +143,9 @@ class Session:
             raise WireError(f"a session opens at most {MAX_NAMESPACES} namespaces")
         identity, layout = unpack_identity(opening.identity), unpack_layout(opening.layout)
         max_age_s = opening.max_age_s if opening.HasField("max_age_s") else None
-        ns = self.client.tenant.open_namespace(self.host.store, self.host.memory, identity, layout, max_age_s)
+        ns = self.client.tenant.open_namespace(
+            self.host.store, self.host.memory, identity, layout, max_age_s, opening.prefill_tokens_per_s
+        )
         self.namespaces[opening.namespace] = ns
         return Reply(done=api.Done())
 

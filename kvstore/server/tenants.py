@@ -45,7 +45,13 @@ class Tenant:
     """The digests of the namespaces that they have opened, and the same as they compute them themselves."""
 
     def open_namespace(
-        self, store: Store, memory: DomainMemoryTier, identity: Identity, layout: Layout, max_age_s: int | None
+        self,
+        store: Store,
+        memory: DomainMemoryTier,
+        identity: Identity,
+        layout: Layout,
+        max_age_s: int | None,
+        prefill_tokens_per_s: int = 0,
     ) -> Namespace:
         """A namespace that is nobody else's. Raises ``LayoutError`` if a block does not fit a tier."""
         own_digest = Namespace(identity, layout).digest
@@ -57,7 +63,9 @@ class Tenant:
         memory.assign(layout.fingerprint, self.domain)
         self.fingerprints.add(layout.fingerprint)
         quotas = self.quotas + self.model_quotas.get(identity.model, ())
-        ns = store.open_namespace(identity, layout, max_age_s=max_age_s, quotas=quotas)
+        ns = store.open_namespace(
+            identity, layout, max_age_s=max_age_s, prefill_tokens_per_s=prefill_tokens_per_s, quotas=quotas
+        )
         self.namespaces[ns.digest] = own_digest
         return ns
 

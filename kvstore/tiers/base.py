@@ -107,6 +107,14 @@ class NoteKeeper(Protocol):
 
 
 @runtime_checkable
+class Measured(Protocol):
+    """The further capability of a tier that has tried out how fast it is."""
+
+    def read_bytes_per_s(self) -> float | None:
+        """What reading gave when the tier was opened; None if that could not be told."""
+
+
+@runtime_checkable
 class Spread(Protocol):
     """The further capability of a tier of several servers."""
 

@@ -86,6 +86,7 @@ class Directory:
     """A directory that this process has for itself. Look at ``found``, then ``open`` it, or ``open_existing``."""
 
     io_mode: Literal["direct", "buffered"] = "direct"
+    speed: DiskSpeed | None = None
     table: SlotTable
 
     def __init__(self, path: Path, files: OsFiles, clock: Callable[[], float], access: Access = Access.OWN) -> None:
@@ -366,20 +367,19 @@ class Directory:
 
     def _open_direct(self) -> None:
         """Open the file of blocks once more, past the page cache, if bytes can be written and read in this way."""
-        speed = None
         try:
-            speed = self._probe_direct()
+            self.speed = self._probe_direct()
             self._direct_fd = self._open_file(BLOCKS, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
             if not refuses_direct(error):
                 raise
             self._fall_back(error)
-        if speed is not None and speed.is_slow:
+        if self.speed is not None and self.speed.is_slow:
             log.warning(
                 "%s: this disk %s, below %s/s: recomputing is likely to be faster than loading from it;"
                 " put the directory on a local NVMe, not on a container's overlay or a network volume",
                 self.path,
-                speed,
+                self.speed,
                 format_size(SLOW_BYTES_PER_S),
             )
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -31,7 +32,9 @@ from kvstore.client.watching import Watching
 from kvstore.errors import LayoutError, SidecarError
 from kvstore.layout import Layout
 from kvstore.lease import Lookup
+from kvstore.namespace import MAX_TOKENS_PER_S
 from kvstore.testing.sidecar import Sidecar, eventually, streams
+from kvstore.types import BlockKey
 from kvstore.wire import MAX_HANDSHAKE_BYTES, admin_socket, arena_socket
 from tests.real_stores import IDENTITY, LAYOUT, chain_of, content, get, put
 
@@ -167,6 +170,30 @@ def test_sigterm_ends_it_and_what_was_accepted_is_on_file(tmp_path: Path) -> Non
         with closing(served.client()) as client:
             ns = client.open_namespace(IDENTITY, LAYOUT)
             assert get(client, chain_of(ns, 20)) == 20
+
+
+def test_an_engines_prefill_rate_holds_for_its_own_namespace(tmp_path: Path) -> None:
+    """PF-022: no disk loads as fast as an engine computes that says so; another engine's blocks are loaded."""
+
+    def reloaded(client: StoreClient, chain: list[BlockKey]) -> int:
+        client.evict(100)
+        return get(client, chain)
+
+    with (
+        Sidecar(FILE_DIRECTORIES=str(tmp_path), FILE_CAPACITY="64MiB") as served,
+        closing(StoreClient(served.socket, budget_s=5.0, prefill_tokens_per_s=MAX_TOKENS_PER_S)) as fast,
+        closing(served.client()) as unknown,
+    ):
+        assert fast.wait_connected(10.0)
+        chains = []
+        for client, salt in ((fast, "fast"), (unknown, "unknown")):
+            ns = client.open_namespace(replace(IDENTITY, salt=salt), LAYOUT)
+            chains.append(chain_of(ns, 20))
+            put(client, ns, chains[-1])
+            eventually(lambda: served.metric("kvstore_copies_total", "file", "write", "ok") == 20 * len(chains))
+        eventually(lambda: reloaded(fast, chains[0]) == 0)  # after some trials
+        assert served.metric("kvstore_declined_blocks_total", "file") == 20
+        assert [reloaded(unknown, chains[1]) for _ in range(3)] == [20, 20, 20]
 
 
 @pytest.mark.parametrize("fault", ["a stream that ends before its first word", "a bug"])

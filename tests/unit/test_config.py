@@ -13,6 +13,7 @@ COMPLETE = """
 policy = "lru"
 max_age = "24h"
 prefetch_deadline = "250ms"
+prefill_tokens_per_s = 20000
 
 [memory]
 capacity = "8GiB"
@@ -66,6 +67,7 @@ def test_every_setting_of_the_file_arrives(path: Path) -> None:
         policy="lru",
         max_age_s=86400,
         prefetch_deadline_ms=250,
+        prefill_tokens_per_s=20000,
     )
 
 
@@ -88,6 +90,11 @@ def test_the_environment_wins_over_the_file(path: Path) -> None:
     assert config.file.directories == (Path("/a"), Path("/b"))
     assert config.file.capacity_bytes == 3 << 39
     assert config.redis is None
+
+
+def test_a_rate_is_a_number_in_the_file_and_its_digits_in_the_environment(path: Path) -> None:
+    assert Config.load(path, {"KVSTORE_PREFILL_TOKENS_PER_S": "52000"}).prefill_tokens_per_s == 52000
+    assert Config.load(None, {}).prefill_tokens_per_s == 0
 
 
 def test_the_environment_names_the_file(path: Path) -> None:
@@ -143,6 +150,11 @@ def test_an_unknown_variable_names_the_nearest_one() -> None:
         ("memory.capacity", True),
         ("max_age", "1.5ms"),
         ("max_age", "250ms"),
+        ("prefill_tokens_per_s", -1),
+        ("prefill_tokens_per_s", 1.5),
+        ("prefill_tokens_per_s", True),
+        ("prefill_tokens_per_s", "fast"),
+        ("prefill_tokens_per_s", 1 << 32),
         ("policy", 3),
         ("file.directories", ["relative/kv"]),
         ("file.directories", ["/kv", "/kv"]),

@@ -11,7 +11,7 @@ from kvstore.layout import Layout
 from kvstore.mover import Mover
 from kvstore.testing.dict_tiers import DictSharedTier
 from kvstore.types import Request
-from tests.worlds import IDENTITY, PAGE_BYTES, World, content, world
+from tests.worlds import IDENTITY, LAYOUT, PAGE_BYTES, World, content, world
 
 
 def test_what_was_committed_is_found_and_served() -> None:
@@ -395,3 +395,12 @@ def test_a_step_with_nothing_to_do_costs_the_same_whatever_the_store_holds() -> 
             return calls
 
     assert calls_of_a_poll(2) == calls_of_a_poll(100) < 100
+
+
+def test_who_opens_a_namespace_again_without_a_rate_leaves_it_as_it_is() -> None:
+    with world(4, prefill_tokens_per_s=1000) as w:
+        assert w.ns.prefill_tokens_per_s == 1000
+        assert w.store.open_namespace(IDENTITY, LAYOUT, prefill_tokens_per_s=7).prefill_tokens_per_s == 7
+        assert w.store.open_namespace(IDENTITY, LAYOUT).prefill_tokens_per_s == 7
+        with pytest.raises(ConfigError, match="prefill_tokens_per_s is -1"):
+            w.store.open_namespace(IDENTITY, LAYOUT, prefill_tokens_per_s=-1)

@@ -115,16 +115,18 @@ class Pong(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class OpenNamespace(_message.Message):
-    __slots__ = ("namespace", "identity", "layout", "max_age_s")
+    __slots__ = ("namespace", "identity", "layout", "max_age_s", "prefill_tokens_per_s")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     identity: Identity
     layout: Layout
     max_age_s: int
-    def __init__(self, namespace: _Optional[int] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., max_age_s: _Optional[int] = ...) -> None: ...
+    prefill_tokens_per_s: int
+    def __init__(self, namespace: _Optional[int] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., max_age_s: _Optional[int] = ..., prefill_tokens_per_s: _Optional[int] = ...) -> None: ...
 
 class Identity(_message.Message):
     __slots__ = ("model", "weights", "revision", "salt", "adapter", "adapter_version", "epoch", "hash_scheme")
