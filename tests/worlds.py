@@ -8,6 +8,7 @@ import numpy as np
 from kvstore.config import Config
 from kvstore.hashing import Identity
 from kvstore.layout import Layout
+from kvstore.pool import SlotState
 from kvstore.store import Store
 from kvstore.testing.dict_tiers import DictSharedTier, DictSlotTier
 from kvstore.testing.steps import FakeClock, Steps
@@ -102,6 +103,8 @@ class World:
         metrics = self.store.snapshot()
         for name in ("kvstore_pinned_blocks", "kvstore_quarantined_slots", "kvstore_tickets_in_flight"):
             assert not any(metrics.get(name, {}).values()), f"{name} is not 0 when idle"
+        pools = [pool for level in self.store.slot_levels for _, pool in level.pools()]
+        assert not any(pool.num(SlotState.FILLING) for pool in pools), "a slot is being filled when idle"
 
     def close(self) -> None:
         self.store.close(timeout_s=0.0)

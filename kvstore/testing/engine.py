@@ -15,8 +15,8 @@ loaded is compared with what the model would have computed, and the tokens follo
 A request is in one phase at a time:
 
     WAITING --> PREFETCHING --> PINNED --> LOADING --> PREFILLING --> DECODING --> FINISHED
-       ^             `------- no hit -----------------------^
-       `-- preempt from any of these; a load that failed
+      ^ `--------------- no hit ---------------------------^
+      `-- preempted, from any of these; no hit and no room; a load that failed
 
 and ABORTED from each of them. Its stores have lives of their own, which may be longer.
 Invariant: a page is held by a request, or by copies that have not returned, or is free.
@@ -202,7 +202,9 @@ class Engine:
             return
         hit = request.chains.hit
         if hit is None:
-            self._start(request)
+            request.phase = Phase.WAITING
+            if self._num_missing(request, len(request.tokens)) <= self.pages.num_free:
+                self._start(request)
             return
         request.phase = Phase.PINNED
         pages = self.pages.take(hit.num_blocks)
@@ -250,13 +252,16 @@ class Engine:
 
     def _make_room(self, request: EngineRequest, num_tokens: int) -> bool:
         """Pages for so many tokens, taken from those admitted later if need be; False if it must wait."""
-        num_missing = -(-num_tokens // self.pages.tokens_per_block) - len(request.pages)
-        while (pages := self.pages.take(max(0, num_missing))) is None:
+        while (pages := self.pages.take(self._num_missing(request, num_tokens))) is None:
             if self._running[-1] is request:
                 return False  # the rest is of those before it, or under copies, which return
             self.preempt(self._running[-1])
         request.pages += pages
         return True
+
+    def _num_missing(self, request: EngineRequest, num_tokens: int) -> int:
+        """How many pages it lacks for so many tokens."""
+        return max(0, -(-num_tokens // self.pages.tokens_per_block) - len(request.pages))
 
     def _forward(self, request: EngineRequest, num_tokens: int) -> None:
         """Compute the KV of the next tokens and store what is complete; after the last of them there is a new one."""

@@ -213,6 +213,36 @@ def test_a_block_is_stored_when_every_rank_has_done_its_part() -> None:
         assert request.output == right_output()
 
 
+def test_what_is_being_loaded_stays_though_others_come() -> None:
+    with world(12, num_extents=2) as tiny:
+        engine = engine_over(tiny)
+        answered(engine, tiny)
+        request = engine.add("r", PROMPT, NUM_OUTPUT_TOKENS)
+        until(engine, tiny, lambda: request.phase is Phase.LOADING)
+        tiny.store.evict(12)
+        other = engine_over(tiny, num_ranks=1)
+        other.add("other", [7] * 17, NUM_OUTPUT_TOKENS)
+        other.run(tiny.settle)
+        engine.run(tiny.settle)
+        assert request.num_loaded_blocks == 4
+        assert request.output == right_output()
+        tiny.assert_idle()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_load_is_over_when_every_rank_has_done_its_part(late: int) -> None:
+    with world(32, num_extents=4) as tiny:
+        engine = engine_over(tiny)
+        answered(engine, tiny)
+        request = engine.add("r", PROMPT, NUM_OUTPUT_TOKENS)
+        until(engine, tiny, lambda: request.phase is Phase.LOADING)
+        engine.copies[1 - late].run()
+        engine.step()
+        assert request.phase is Phase.LOADING
+        engine.run(tiny.settle)
+        assert request.num_loaded_blocks == 4
+
+
 def test_a_rank_that_fails_costs_the_block_and_nothing_else() -> None:
     with world(32, num_extents=4) as tiny:
         engine = engine_over(tiny)
