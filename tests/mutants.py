@@ -17,6 +17,7 @@ RANKS = "tests/fault/test_sidecar_ranks.py"
 TENANTS = "tests/integration/test_sidecar_tenants.py"
 BATCHES = ("tests/unit/test_batched_copy.py",)
 BOUNCE = ("tests/unit/test_bounce.py",)
+ENGINES = ("tests/unit/test_engine_simulator.py", "tests/stateful/test_engine_machine.py")
 SUITE = (*(f"tests/unit/test_{noun}.py" for noun in NOUNS), "tests/stateful")
 
 
@@ -271,6 +272,27 @@ MUTANTS = (
         "kvstore/lending.py",
         "if outcome is not Outcome.OK:\n                return index",
         "if outcome is None:\n                return index",
+    ),
+    Mutant(
+        "a pin has its blocks in another order",
+        "kvstore/leases.py",
+        "return ReadLease(ns, chain[: len(slots)], slots,",
+        "return ReadLease(ns, chain[: len(slots)], slots[::-1],",
+        ENGINES,
+    ),
+    Mutant(
+        "what an aborted reserve has is lost for good",
+        "kvstore/leases.py",
+        "                self._memory.abort_write(lease.ns, slot)",
+        "                pass",
+        ENGINES,
+    ),
+    Mutant(
+        "groups of a model share their keys",
+        "kvstore/namespace.py",
+        "return namespace_digest(self.identity, self.layout)",
+        'return namespace_digest(Identity("", b""), self.layout)',
+        ENGINES,
     ),
     Mutant(
         "a lease can be released twice",

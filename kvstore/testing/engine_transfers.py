@@ -1,6 +1,7 @@
 """What the simulated engine asks of the store for its requests: hits to find, loads and stores under way.
 
-It knows the calls of ``BlockStore`` and no planner, so that it can serve a test of one. How a hit is found:
+It knows the leases of ``BlockStore``, not its lent buffers, and no planner: what it wants is simple. The store knows
+nothing of groups, which are namespaces to it. How a hit is found:
 
 Rule 1: a hit of so many leading blocks is legal when every group has what it needs of them; the longest one is taken.
 Rule 2: all that a hit needs is prefetched, then pinned; where a group lacks a block, the next shorter one is tried.

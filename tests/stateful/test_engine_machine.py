@@ -34,6 +34,10 @@ PROMPTS = [
 ]
 OUTCOMES = [Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED, Outcome.FULL, Outcome.LATE, Outcome.FOREIGN]
 NUM_OUTPUT_TOKENS = 5
+LIVE = [phase.value for phase in Phase if phase not in (Phase.FINISHED, Phase.ABORTED)]
+STORING = "storing"
+
+Interrupt = Callable[[Engine, EngineRequest], None]
 
 prompts = st.sampled_from(PROMPTS)
 
@@ -70,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.store, MODELS[model], num_pages=num_pages, num_ranks=num_ranks, clock=self.world.clock
         )
         self.requests: list[tuple[EngineRequest, tuple[int, ...]]] = []
+        self.interrupts: dict[str, Interrupt] = {}
         self.arrive(earlier, 0)
         self.engine.run(self.world.settle)
         self.arrive(earlier, 0)
@@ -96,6 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Steps after each of which some ranks copy what they have to, and so do the tiers, or not."""
         for _ in range(num_steps):
             self.engine.step()
+            self.interrupt()
             for copy in self.engine.copies:
                 if copy.rank in ranks:
                     copy.run()
@@ -113,11 +119,18 @@ class EngineMachine(RuleBasedStateMachine):
     def a_rank_fails(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.engine.copies)).fail()
 
-    @precondition(lambda self: self.engine.live)
-    @rule(data=st.data(), interrupt=st.sampled_from([Engine.abort, Engine.preempt]))
-    def a_request_is_interrupted(self, data: st.DataObject, interrupt: Callable[[Engine, EngineRequest], None]) -> None:
-        by_phase = {request.phase: request for request in self.engine.live}  # or most of them would be waiting
-        interrupt(self.engine, by_phase[data.draw(st.sampled_from(list(by_phase)))])
+    @rule(state=st.sampled_from([*LIVE, STORING]), interrupt=st.sampled_from([Engine.abort, Engine.preempt]))
+    def the_next_in_that_state_is_interrupted(self, state: str, interrupt: Interrupt) -> None:
+        self.interrupts[state] = interrupt
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        for state, interrupt in tuple(self.interrupts.items()):
+            for request in self.engine.live:
+                if state == request.phase.value or (state == STORING and self.engine.is_storing(request)):
+                    del self.interrupts[state]
+                    interrupt(self.engine, request)
+                    break
 
     # ---- the world
 
@@ -177,4 +190,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
