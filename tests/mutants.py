@@ -17,7 +17,7 @@ RANKS = "tests/fault/test_sidecar_ranks.py"
 TENANTS = "tests/integration/test_sidecar_tenants.py"
 BATCHES = ("tests/unit/test_batched_copy.py",)
 BOUNCE = ("tests/unit/test_bounce.py",)
-ENGINES = ("tests/unit/test_engine_simulator.py", "tests/stateful/test_engine_machine.py")
+ENGINES = ("tests/unit/test_engine_simulator.py",)
 SUITE = (*(f"tests/unit/test_{noun}.py" for noun in NOUNS), "tests/stateful")
 
 

@@ -119,6 +119,16 @@ def test_a_hit_is_the_longest_of_which_every_group_has_what_it_needs(group: int,
         assert second.output == right_output()
 
 
+def test_groups_of_one_layout_have_blocks_of_their_own() -> None:
+    with world(32, num_extents=4) as tiny:
+        groups = [WINDOW, Group("state", WINDOW.layout, trailing_blocks=1)]
+        engine = Engine(tiny.store, groups, num_pages=12, clock=tiny.clock)
+        assert answered(engine, tiny).num_loaded_blocks == 0
+        second = answered(engine, tiny)
+        assert second.num_loaded_blocks == 4
+        assert engine.check_stored(second) == 10
+
+
 # ---- what it finds
 
 
