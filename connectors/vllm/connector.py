@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from connectors.vllm.pages import PageFormat
 from connectors.vllm.request import EngineRequest
 from connectors.vllm.scheduler_half import SchedulerHalf
 from connectors.vllm.settings import Settings
-from connectors.vllm.worker_half import WorkerHalf
+from connectors.vllm.worker_half import LayerGroup, WorkerHalf
 from kvstore.block_store import BlockStore
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.store import Store
 
 SOURCES = {"memory": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+ATTENTION = {"FullAttentionSpec": "full", "MLAAttentionSpec": "mla", "SlidingWindowSpec": "sliding window"}
+"""Kinds by the name of vLLM's class: its subclasses need more. Where hybrid groups are off, windows are full there."""
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its own name
@@ -36,8 +39,9 @@ _log = logging.getLogger("vllm.kvstore")  # vLLM configures what is below its ow
 class Handshake(base.KVConnectorHandshakeMetadata):
     """What a worker's pages look like."""
 
-    def __init__(self, form: PageFormat) -> None:
-        self.form = form
+    def __init__(self, forms: tuple[PageFormat, ...]) -> None:
+        """Of each group."""
+        self.forms = forms
 
 
 class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -56,8 +60,8 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._events: StoreEvents | None = None
-        self._namespaces: dict[str, Namespace] = {}
-        self._form: PageFormat | None = None
+        self._namespaces: dict[str, list[Namespace]] = {}
+        self._forms: tuple[PageFormat, ...] = ()
         self._refusals = self._planner().refusals
         if role is base.KVConnectorRole.WORKER:
             self._worker = WorkerHalf(parallel.rank % self._num_ranks, self._num_ranks)
@@ -76,7 +80,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             tokens_per_block=self._tokens_per_block,
             num_ranks=self._num_ranks,
             prefetch_s=config.prefetch_deadline_ms / 1000,
-            namespace_for=self._namespace_for,
+            namespaces_for=self._namespaces_for,
         )
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
@@ -94,25 +98,29 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         planner.refusals += refusals_of(self._vllm_config, self._kv_cache_config)
         return planner
 
-    def _namespace_for(self, request: EngineRequest) -> Namespace | None:
-        """Whose blocks a request's are: the model's, or those of it with an adapter. None where that cannot be told."""
+    def _namespaces_for(self, request: EngineRequest) -> list[Namespace] | None:
+        """Whose blocks a request's are in each group: the model's, or those of it with an adapter.
+
+        None where that cannot be told.
+        """
         if not all(feature.identifier for feature in request.mm_features):
             _log.error("request %s is served without the KV store: an image in it has no hash", request.request_id)
             return None
         adapter = request.lora_request
         name = "" if adapter is None else f"{adapter.lora_name}\0{adapter.lora_path}"
-        ns = self._namespaces.get(name)
-        if ns is None and self._form is not None and self._scheduler is not None:
+        spaces = self._namespaces.get(name)
+        if spaces is None and self._forms and self._scheduler is not None:
             try:
                 identity = self._identity_with(request)
-                cache = self._vllm_config.cache_config
-                layout = self._form.layout(self._num_ranks, f"vllm-{vllm.__version__}", str(cache.cache_dtype))
-                ns = self._namespaces[name] = self._scheduler.store.open_namespace(identity, layout)
+                engine, quantisation = f"vllm-{vllm.__version__}", str(self._vllm_config.cache_config.cache_dtype)
+                layouts = [form.layout(self._num_ranks, engine, quantisation) for form in self._forms]
+                spaces = [self._scheduler.store.open_namespace(identity, layout) for layout in layouts]
+                self._namespaces[name] = spaces
                 if self._events is not None:
-                    self._events.open_namespace(ns)
+                    self._events.open_namespaces(spaces)
             except KVStoreError as error:
                 _log.error("request %s is served without the KV store: %s", request.request_id, error)
-        return ns
+        return spaces
 
     def _identity_with(self, request: EngineRequest) -> Any:
         algorithm = str(self._vllm_config.cache_config.prefix_caching_hash_algo)
@@ -141,9 +149,9 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:
         """Every rank's pages look alike, or nothing is stored."""
-        forms = {handshake.form for handshake in metadata.values()}
+        forms = {handshake.forms for handshake in metadata.values()}
         if len(forms) == 1:
-            (self._form,) = forms
+            (self._forms,) = forms
         else:
             _log.error("the KV store is off for this engine: the ranks' pages differ: %s", forms)
 
@@ -163,8 +171,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has pages."""
         if self._scheduler is not None:
-            (pages,) = blocks.get_block_ids()
-            self._scheduler.take(request, pages, num_external_tokens)
+            self._scheduler.take(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """What is being loaded, by tier."""
@@ -181,10 +188,10 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return Step()
         state = scheduler_output.kv_connector_block_state
         scheduled = {}
-        for request_id in scheduler_output.num_scheduled_tokens:
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             pages = state.get_block_ids(request_id)
             if pages:
-                scheduled[request_id] = pages[0]
+                scheduled[request_id] = pages, num_tokens
         return self._scheduler.build(scheduled)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -193,15 +200,14 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return
         if connector_output.kv_connector_worker_meta is not None:
             self._scheduler.stored(connector_output.kv_connector_worker_meta)
-        finished = connector_output.finished_recving
+        finished, failed = connector_output.finished_recving, connector_output.failed_recving
         if finished:
-            finished -= self._scheduler.loaded(finished, connector_output.invalid_block_ids)
+            finished -= self._scheduler.loaded(finished, failed, connector_output.invalid_block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         """The request has ended; its pages are vLLM's to hand out, but for those under a copy."""
         if self._scheduler is not None:
-            (pages,) = block_ids
-            self._scheduler.finish(request, pages, is_sound=request.status.name != "FINISHED_ERROR")
+            self._scheduler.finish(request, block_ids, is_sound=request.status.name != "FINISHED_ERROR")
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -222,7 +228,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def reset_cache(self) -> bool:
         """Forget the blocks of this engine's model in every tier."""
         if self._scheduler is not None:
-            self._scheduler.clear(self._namespaces.values())
+            self._scheduler.clear(chain.from_iterable(self._namespaces.values()))
         return True
 
     # ---- the worker's side
@@ -233,12 +239,17 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return
         if next(iter(kv_caches.values())).device.type == "cpu" and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._tokens_per_block)
+        groups = [
+            LayerGroup({name: kv_caches[name] for name in kv_caches if name in group.layer_names}, window)
+            for group, window in zip(
+                self._kv_cache_config.kv_cache_groups, windows_of(self._kv_cache_config), strict=True
+            )
+        ]
+        self._worker.register(groups, self._kv_cache_config.num_blocks, self._tokens_per_block)
 
     def get_handshake_metadata(self) -> Handshake | None:
         """For the scheduler half."""
-        form = self._worker.form if self._worker is not None else None
-        return None if form is None else Handshake(form)
+        return Handshake(self._worker.forms) if self._worker is not None and self._worker.forms else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: what a step asks for begins in ``wait_for_save``, after the step's compute."""
@@ -254,12 +265,13 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._worker is not None and self.has_connector_metadata():
             self._worker.begin(self._get_connector_metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
-        """Requests whose loads are over."""
-        return None, (self._worker.take_loaded() or None) if self._worker is not None else None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
+        """Requests whose loads are over, and those of them that vLLM is to compute from their first token on."""
+        loaded, failed = self._worker.take_loaded() if self._worker is not None else (set(), set())
+        return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages that do not hold what they should."""
+        """Pages that do not hold what they should, of which vLLM is told where there is one group without a window."""
         return self._worker.take_failed_pages() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> StoreReport | None:
@@ -296,18 +308,24 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
 def traits_of(vllm_config: Any, kv_cache_config: Any) -> EngineTraits:
     """What of this engine decides whether it can be served."""
-    kinds = set()
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        kind = {"FullAttentionSpec": "full", "MLAAttentionSpec": "mla"}.get(type(spec).__name__, type(spec).__name__)
-        kinds.add("sliding window" if getattr(spec, "sliding_window", None) else kind)
+    names = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     speculative = vllm_config.speculative_config
     draft = Draft.NONE if speculative is None or speculative.method in DRAFTS_WITHOUT_KV else Draft.ELSEWHERE
     return EngineTraits(
         tokens_per_page=vllm_config.cache_config.block_size,
-        attention=frozenset(kinds),
+        attention=frozenset(ATTENTION.get(name, name) for name in names),
         num_hosts=getattr(vllm_config.parallel_config, "nnodes", 1),
         draft=draft,
+        window_tokens=windows_of(kv_cache_config),
+    )
+
+
+def windows_of(kv_cache_config: Any) -> tuple[int | None, ...]:
+    """Tokens that a group's pages are kept for, the one to be computed among them; None: all of a request."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tuple(
+        spec.sliding_window + spec.extra_retained_tokens if type(spec).__name__ == "SlidingWindowSpec" else None
+        for spec in specs
     )
 
 
@@ -315,8 +333,9 @@ def refusals_of(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     """Why this engine cannot be served, beyond what any engine is refused for."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     reasons = []
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        reasons.append(f"the model has {len(kv_cache_config.kv_cache_groups)} groups of layers with pages of their own")
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if sizes != {cache.block_size}:
+        reasons.append(f"pages of {sorted(sizes)} tokens, by group of layers, where vLLM says {cache.block_size}")
     if parallel.pipeline_parallel_size > 1:
         reasons.append(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: stages hold different layers")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -1,13 +1,13 @@
 """KV events: what vLLM tells routers of the blocks that the store has in RAM and in files.
 
-They come beside those of vLLM's own pages and name blocks by the same hashes, like those of its OffloadingConnector
-without tokens; ``medium`` is CPU or STORAGE. Blocks of one chain that come together are one event. What lies on a
-server of its own is not told: every host can ask there.
+They come beside those of vLLM's own pages and name blocks by the same hashes and groups; like those of its
+OffloadingConnector they come without tokens. ``medium`` is CPU or STORAGE. Blocks of one chain that come together are one
+event. What lies on a server of its own is not told: every host can ask there.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -34,22 +34,24 @@ class StoreEvents:
         """Follow ``store`` from now on."""
         self._store = store
         self._tokens_per_block = tokens_per_block
-        self._told: set[bytes] = set()
+        self._groups: dict[bytes, int] = {}
+        """By a namespace's digest: which group of layers its blocks are of."""
         self._waiting: deque[Change] = deque()
         self._journal = Journal()
         self._next = self._journal.next
         store.keep_journal(self._journal)
 
-    def open_namespace(self, ns: Namespace) -> None:
-        """Tell of ``ns`` from now on: first what is there, say from before a restart."""
+    def open_namespaces(self, spaces: Sequence[Namespace]) -> None:
+        """Tell of ``spaces``, those of each group, from now on: first what is there, say from before a restart."""
         self._drain()
-        self._told.add(ns.digest)
-        for level in self._store.slot_levels:
-            pool = level.pool(ns.fingerprint)
-            for key in list(pool):
-                slot = pool.find(key)
-                if slot is not None and key.startswith(ns.digest):
-                    self._waiting.append(Change(level.name, key, pool.parent_of(slot), is_here=True))
+        for group, ns in enumerate(spaces):
+            self._groups[ns.digest] = group
+            for level in self._store.slot_levels:
+                pool = level.pool(ns.fingerprint)
+                for key in list(pool):
+                    slot = pool.find(key)
+                    if slot is not None and key.startswith(ns.digest):
+                        self._waiting.append(Change(level.name, key, pool.parent_of(slot), is_here=True))
 
     def take(self) -> list[KVCacheEvent]:
         """In the order in which it happened; in so many steps that none has many blocks to tell of."""
@@ -63,13 +65,13 @@ class StoreEvents:
             _log.warning("so much has changed since the last step that routers are not told of all of it")
             changes = []
         self._next = self._journal.next
-        self._waiting += (change for change in changes if change.key[:NAMESPACE_DIGEST_BYTES] in self._told)
+        self._waiting += (change for change in changes if _namespace(change) in self._groups)
 
     def _event(self, run: list[Change]) -> KVCacheEvent:
         first = run[0]
-        hashes = [_hash(change.key) for change in run]
+        hashes, group = [_hash(change.key) for change in run], self._groups[_namespace(first)]
         if not first.is_here:
-            return BlockRemoved(block_hashes=hashes, medium=MEDIA[first.tier])
+            return BlockRemoved(block_hashes=hashes, medium=MEDIA[first.tier], group_idx=group)
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if first.parent is None else _hash(first.parent),
@@ -78,6 +80,7 @@ class StoreEvents:
             lora_id=None,
             medium=MEDIA[first.tier],
             lora_name=None,
+            group_idx=group,
         )
 
 
@@ -94,9 +97,13 @@ def _runs(changes: Iterable[Change]) -> Iterator[list[Change]]:
 
 
 def _goes_on(before: Change, change: Change) -> bool:
-    if (before.tier, before.is_here) != (change.tier, change.is_here):
+    if (before.tier, before.is_here, _namespace(before)) != (change.tier, change.is_here, _namespace(change)):
         return False
     return not change.is_here or change.parent == before.key
+
+
+def _namespace(change: Change) -> bytes:
+    return change.key[:NAMESPACE_DIGEST_BYTES]
 
 
 def _hash(key: BlockKey) -> bytes | int:

@@ -15,18 +15,20 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Slots to copy into pages; reported by the request's id."""
+    """Slots to copy into pages of a group; reported by the request's id, with the request's other loads of a step."""
 
     request_id: str
+    group: int
     slots: Slots
     pages: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Pages to copy into slots; reported by number."""
+    """Pages of a group to copy into slots; reported by number."""
 
     number: int
+    group: int
     slots: Slots
     pages: list[int]
 

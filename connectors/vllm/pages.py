@@ -5,7 +5,8 @@ bytes within a page are packed for its instruction set. So a page is opaque here
 whatever says how they lie, the parallel degree included, is in the layout's ``engine_format``. A reader whose pages lie
 in any other way misses.
 
-A block has a stripe for every rank, one after the other; a stripe is ``[layer][bytes of the page]``.
+A block has a stripe for every rank, one after the other; a stripe is ``[layer][bytes of the page]``. The layers are
+those of one group: groups have pages and blocks of their own, though their pages may lie in the same memory.
 """
 
 import hashlib
@@ -33,6 +34,8 @@ class PageFormat:
     """Shape and strides of a page, layer by layer the same, and what packs it."""
     layers: str
     """Digest of the layers' names, in order."""
+    window_tokens: int | None = None
+    """What a token attends to in these layers, itself among it; None: all."""
 
     @property
     def stripe_bytes(self) -> int:
@@ -47,6 +50,7 @@ class PageFormat:
         dim, left_bytes = divmod(token_bytes, ITEMSIZE_BYTES[self.dtype])
         if left or left_bytes:
             raise LayoutError(f"a page of {self.page_bytes} bytes is not whole tokens of {self.dtype}")
+        window = "" if self.window_tokens is None else f" window {self.window_tokens}"
         return Layout(
             dtype=self.dtype,
             num_layers=self.num_layers,
@@ -54,12 +58,14 @@ class PageFormat:
             plane_dims=(dim,),
             tokens_per_block=self.tokens_per_page,
             quantisation=quantisation,
-            engine_format=f"{engine} {self.order} layers {self.layers} ranks {num_ranks}",
+            engine_format=f"{engine} {self.order} layers {self.layers} ranks {num_ranks}{window}",
         )
 
 
-def paged(layers: Mapping[str, Tensor], num_pages: int, tokens_per_page: int) -> tuple[PagedKV, PageFormat]:
-    """The pages that vLLM has registered, and their format.
+def paged(
+    layers: Mapping[str, Tensor], num_pages: int, tokens_per_page: int, window_tokens: int | None = None
+) -> tuple[PagedKV, PageFormat]:
+    """The pages that vLLM has registered for the layers of a group, and their format.
 
     Raises ``LayoutError`` for tensors whose pages are not one run of bytes in each layer, or differ between layers.
     """
@@ -76,6 +82,7 @@ def paged(layers: Mapping[str, Tensor], num_pages: int, tokens_per_page: int) ->
         tokens_per_page=tokens_per_page,
         order=f"{first.device.type}{_packing(first)} {tuple(first.shape[1:])} {first.stride()[1:]}",
         layers=hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16],
+        window_tokens=window_tokens,
     )
     return kv, form
 

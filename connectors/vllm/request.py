@@ -42,6 +42,8 @@ class PagePool(Protocol):
     """vLLM's ``BlockPool``: what is touched is not handed out again until it is freed as often."""
 
     blocks: Sequence[Page]
+    null_block: Page
+    """Stands in a request's list of pages where it needs none: before a sliding window."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Hold pages."""

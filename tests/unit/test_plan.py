@@ -10,10 +10,12 @@ from connectors.plan import (
     NOTHING,
     Draft,
     EngineTraits,
+    HitSearch,
     Load,
     Planner,
     blocks_to_load,
     blocks_to_store,
+    needed_blocks,
     usable_blocks,
 )
 
@@ -103,6 +105,99 @@ def test_a_draft_model_computes_the_last_block_of_a_hit() -> None:
     assert planner.load("short", 33, 0, 6) == Load(range(1))
     planner.arrive("nothing")
     assert planner.load("nothing", 33, 0, 0) == Load()
+
+
+# ---- groups of layers that need different things
+
+
+@pytest.mark.parametrize(
+    ("window_tokens", "expected"), [(None, None), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3), (1024, 64)]
+)
+def test_a_window_needs_the_blocks_of_the_tokens_before_the_next(window_tokens: int | None, expected: int) -> None:
+    """The next token attends to itself and the ``window_tokens - 1`` before it, and a hit ends with a block."""
+    assert EngineTraits(TOKENS, window_tokens=(window_tokens,)).window_blocks(TOKENS) == (expected,)
+
+
+def test_a_window_reaches_before_the_block_that_a_draft_model_computes_anew() -> None:
+    traits = EngineTraits(TOKENS, draft=Draft.IN_BLOCK, window_tokens=(None, 33))
+    assert traits.window_blocks(TOKENS) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("windows", "there", "expected"),
+    [
+        ((None,), ["####....##"], 4),
+        ((2,), ["####....##"], 10),
+        ((3,), ["####....##"], 4),
+        ((2,), [".........."], 0),
+        ((2,), ["#........."], 1),
+        ((2,), [".#........"], 0),
+        ((2,), [".##.##.#.#"], 6),
+        ((None, 2), ["########..", "##..##.#.#"], 6),
+        ((None, 2), ["#####.....", "##..##.#.#"], 2),
+        ((2, None), ["##..##.#.#", "##########"], 6),
+        ((2, 3), ["##########", "###....###"], 10),
+        ((2, 3), ["########..", ".###...###"], 4),
+        ((None, None, 1), ["#######...", "######....", "....#....."], 5),
+    ],
+)
+def test_a_hit_ends_where_every_group_has_what_it_needs(
+    windows: tuple[int | None, ...], there: list[str], expected: int
+) -> None:
+    assert longest_hit(10, windows, [[mark == "#" for mark in marks] for marks in there]) == expected
+
+
+def longest_hit(most: int, windows: tuple[int | None, ...], there: list[list[bool]]) -> int:
+    """What a search comes to in groups of which ``there`` says who has which block."""
+    search = HitSearch(most, windows)
+    num_rounds = 0
+    while asked := search.open():
+        before = search.num_blocks
+        for group, blocks in asked.items():
+            assert blocks == needed_blocks(before, windows[group]), "not what a hit of this length needs"
+            missing = next((block for block in blocks if not there[group][block]), blocks.stop)
+            search.found(group, blocks, missing - blocks.start)
+        num_rounds += 1
+        assert num_rounds <= 2 + 2 * most, "it goes on for ever"
+    return search.num_blocks
+
+
+GROUPS = st.lists(
+    st.tuples(st.none() | st.integers(1, 5), st.lists(st.booleans() | st.just(True), min_size=12, max_size=12)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=500)
+@given(most=st.integers(0, 12), groups=GROUPS)
+def test_a_search_finds_what_trying_every_length_finds(most: int, groups: list[tuple[int | None, list[bool]]]) -> None:
+    windows, there = tuple(window for window, _ in groups), [blocks for _, blocks in groups]
+    legal = [
+        length
+        for length in range(most + 1)
+        if all(has[block] for window, has in groups for block in needed_blocks(length, window))
+    ]
+    assert longest_hit(most, windows, there) == legal[-1]
+
+
+def test_each_group_stores_on_from_where_it_had_room() -> None:
+    planner = planner_of(EngineTraits(TOKENS, window_tokens=(None, 33)))
+    planner.load("r", 100, 0, 0)
+    assert [planner.store("r", 64, group) for group in (0, 1)] == [range(4), range(4)]
+    planner.not_stored("r", 2, 1)
+    assert [planner.store("r", 80, group) for group in (0, 1)] == [range(4, 5), range(2, 5)]
+
+
+def test_no_hit_is_looked_for_beyond_what_was_decided_or_failed() -> None:
+    planner = planner_of(EngineTraits(TOKENS, window_tokens=(None, 33)))
+    assert planner.max_hit_blocks("r", 97) == 6
+    planner.load("r", 97, 0, 4)
+    assert planner.max_hit_blocks("r", 97) == 4
+    planner.failed("r", 3)
+    planner.restart("r")
+    assert planner.max_hit_blocks("r", 97) == 3
+    assert planner.max_hit_blocks("unknown", 97) == 0
 
 
 # ---- loads that fail
@@ -210,7 +305,8 @@ def test_what_the_store_had_no_room_for_is_planned_again() -> None:
     ("traits", "tokens_per_block", "reason"),
     [
         (EngineTraits(16, attention=frozenset({"full", "mamba"})), 16, "mamba"),
-        (EngineTraits(16, attention=frozenset({"sliding window"})), 16, "sliding window"),
+        (EngineTraits(16, attention=frozenset({"chunked local"})), 16, "chunked local"),
+        (EngineTraits(16, window_tokens=(None, 1)), 16, "one token"),
         (EngineTraits(16, num_hosts=2), 16, "2 hosts"),
         (EngineTraits(16, draft=Draft.ELSEWHERE), 16, "draft"),
         (EngineTraits(16), 24, "24 tokens"),

@@ -29,9 +29,27 @@ TINY = {
 }
 
 
-def tiny_llama(directory: Path, *, seed: int = 0) -> Path:
+WINDOW_TOKENS = 80
+"""Neither whole pages nor a page less one token."""
+HYBRID = TINY | {
+    "num_hidden_layers": 5,
+    "sliding_window": WINDOW_TOKENS,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+"""Of vLLM's groups one has the two full layers, one two of the others, and one the last: it has smaller blocks."""
+
+
+def tiny_hybrid(directory: Path) -> Path:
+    """The same with sliding windows in most of its layers, as Gemma 3 and gpt-oss have them."""
+    return tiny_llama(directory, config=HYBRID)
+
+
+def tiny_llama(directory: Path, *, seed: int = 0, config: dict[str, object] = TINY) -> Path:
     """A generated Llama, whose attention is sharp enough that its answer depends on the whole prompt."""
-    hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    hidden, inner, vocab, num_layers = (
+        config[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+    )
+    assert isinstance(num_layers, int)
     assert isinstance(hidden, int)
     assert isinstance(inner, int)
     assert isinstance(vocab, int)
@@ -43,7 +61,7 @@ def tiny_llama(directory: Path, *, seed: int = 0) -> Path:
 
     tensors = {"model.embed_tokens.weight": random(vocab, hidden), "lm_head.weight": random(vocab, hidden)}
     tensors["model.norm.weight"] = torch.ones(hidden)
-    for layer in range(3):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         for name, shape in {
             "self_attn.q_proj": (q, hidden),
@@ -57,7 +75,7 @@ def tiny_llama(directory: Path, *, seed: int = 0) -> Path:
             tensors[f"{prefix}{name}.weight"] = random(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
-    return _save(directory, TINY, tensors)
+    return _save(directory, config, tensors)
 
 
 def from_gguf(directory: Path, gguf: Path) -> Path:

@@ -1,7 +1,7 @@
 """The scheduler of vLLM and both halves of the connector, around a model that can be checked.
 
 The KV of a token is a digest of all tokens up to it, and so is the token that follows. Every step reads what it is to
-attend to, and compares.
+attend to, and compares. The pages of all groups of layers lie in the same memory, as vLLM's do.
 """
 
 import zlib
@@ -26,7 +26,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -34,15 +40,16 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.vllm.engine import TRANSFER
 from tests.vllm.prompts import PAGE_TOKENS
 
-LAYERS = ("model.layers.0", "model.layers.1")
+MAX_LAYERS = 2
+"""Of a group."""
 VOCAB = 500
 
 
 class Runner:
-    """An engine without a model.
+    """An engine without a model. ``store``: the connector's settings; ``transfer``: those of another connector.
 
-    ``store``: the connector's settings; ``transfer``: those of another connector; ``events``: where vLLM publishes,
-    and where it tells again.
+    ``events``: where vLLM publishes, and where it tells again. ``windows``: what a token attends to in each group of
+    layers; None: all. The last of several groups has one layer.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Runner:
         is_async: bool = False,
         step_tokens: int = 128,
         dtype: str = "float32",
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         config = vllm_config(model, store, step_tokens, is_async=is_async, dtype=dtype)
         if transfer is not None:
@@ -64,16 +72,19 @@ class Runner:
             endpoint, replay = events
             config.kv_events_config = KVEventsConfig(True, "zmq", endpoint=endpoint, replay_endpoint=replay)
         config.cache_config.num_gpu_blocks = num_pages
-        spec = FullAttentionSpec(block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        group = KVCacheGroupSpec(layer_names=list(LAYERS), kv_cache_spec=spec)
-        page_bytes = spec.page_size_bytes
-        tensor = KVCacheTensor(
-            size=page_bytes * num_pages * len(LAYERS),
-            layers=list(LAYERS),
-            layer_stride=page_bytes * num_pages,
-            block_stride=page_bytes,
-        )
-        cache = KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[tensor], kv_cache_groups=[group])
+        self.windows = windows
+        groups = groups_of(windows)
+        page_bytes = groups[0].kv_cache_spec.page_size_bytes
+        tensors = [
+            KVCacheTensor(
+                size=page_bytes * num_pages * MAX_LAYERS,
+                layers=group.layer_names,
+                layer_stride=page_bytes * num_pages,
+                block_stride=page_bytes,
+            )
+            for group in groups
+        ]
+        cache = KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=tensors, kv_cache_groups=groups)
         make = AsyncScheduler if is_async else Scheduler
         self.scheduler: Any = make(
             vllm_config=config,
@@ -83,7 +94,9 @@ class Runner:
             log_stats=True,
         )
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-        self.kv = {name: torch.full((num_pages, 1, PAGE_TOKENS, 2), -1.0) for name in LAYERS}
+        memory = torch.full((MAX_LAYERS, num_pages, 1, PAGE_TOKENS, 2), -1.0)
+        self.layers = [group.layer_names for group in groups]
+        self.kv = {name: memory[index] for names in self.layers for index, name in enumerate(names)}
         self.worker.register_kv_caches(self.kv)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         hash_of = get_hash_fn_by_name("sha256")
@@ -94,6 +107,7 @@ class Runner:
         self._num_behind = 1 if is_async else 0
         self.tokens: dict[str, list[int]] = {}
         self.num_failed_pages = 0
+        self.num_failed_loads = 0
         self.counts: Counter[str] = Counter()
         self.num_preempted = 0
 
@@ -190,10 +204,12 @@ class Runner:
         output = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.num_failed_pages += len(output.invalid_block_ids)
+        self.num_failed_loads += len(output.failed_recving)
         self.worker.clear_connector_metadata()
         ids = list(scheduled.num_scheduled_tokens)
         more: dict[str, Any] = {}
@@ -207,15 +223,32 @@ class Runner:
         prompt = list(request.prompt_token_ids)
         tokens = prompt + self._answers[request_id]
         end = num_computed + num_tokens
-        pages = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
         values = torch.tensor(digests(tokens[:end]))
-        for number, name in enumerate(LAYERS):
-            kv = self.kv[name][pages].view(-1, 2)[:num_computed]
-            wanted = values[:num_computed, None] + number
-            assert torch.equal(kv, wanted.expand(-1, 2)), f"{request_id}: wrong KV of {num_computed} tokens in {name}"
-            for position in range(num_computed, end):
-                self.kv[name][pages[position // PAGE_TOKENS], :, position % PAGE_TOKENS] = values[position] + number
-        return [tokens[end]] if end >= len(prompt) else []
+        pages_of = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        for group, (names, pages, window) in enumerate(zip(self.layers, pages_of, self.windows, strict=True)):
+            first = 0 if window is None else max(0, num_computed + 1 - window)
+            null = self.scheduler.kv_cache_manager.block_pool.null_block.block_id
+            assert null not in pages[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
+            for index, name in enumerate(names):
+                number = MAX_LAYERS * group + index
+                kv = self.kv[name][pages].view(-1, 2)[first:num_computed]
+                wanted = (values[first:num_computed, None] + number).expand(-1, 2)
+                assert torch.equal(kv, wanted), f"{request_id}: wrong KV before token {num_computed} in {name}"
+                for position in range(num_computed, end):
+                    self.kv[name][pages[position // PAGE_TOKENS], :, position % PAGE_TOKENS] = values[position] + number
+        return [tokens[end]] if end >= request.num_tokens else []  # one that was preempted computes its output too
+
+
+def groups_of(windows: tuple[int | None, ...]) -> list[KVCacheGroupSpec]:
+    """Of layers that attend to so many tokens."""
+    shape: dict[str, Any] = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = []
+    for number, window in enumerate(windows):
+        spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        num_layers = 1 if number and number == len(windows) - 1 else MAX_LAYERS
+        names = [f"model.layers.{MAX_LAYERS * number + index}" for index in range(num_layers)]
+        groups.append(KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec))
+    return groups
 
 
 def vllm_config(

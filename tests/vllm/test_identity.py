@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from connectors.vllm import versions
 from connectors.vllm.identity import hash_scheme
@@ -81,8 +90,10 @@ def test_another_parallel_degree_or_order_of_bytes_is_another_layout() -> None:
         FORM.layout(1, "vllm-0.32.0", "fp8").fingerprint,
         PageFormat("float32", 2, 4096, PAGE_TOKENS, "other", "names").layout(1, "vllm-0.32.0", "auto").fingerprint,
         PageFormat("float32", 2, 4096, PAGE_TOKENS, FORM.order, "other").layout(1, "vllm-0.32.0", "auto").fingerprint,
+        replace(FORM, window_tokens=64).layout(1, "vllm-0.32.0", "auto").fingerprint,
+        replace(FORM, window_tokens=65).layout(1, "vllm-0.32.0", "auto").fingerprint,
     }
-    assert len(prints) == 6
+    assert len(prints) == 8
     assert FORM.layout(2, "vllm-0.32.0", "auto").block_bytes == 2 * FORM.stripe_bytes
 
 
@@ -94,21 +105,30 @@ def test_hashes_that_nobody_else_can_arrive_at_are_refused() -> None:
     assert hash_scheme("sha256", b"root", {}) != hash_scheme("sha256_cbor", b"root", {})
 
 
-def test_a_hybrid_model_is_refused_loudly_and_runs_without_the_store(
-    model: Path, caplog: pytest.LogCaptureFixture
+SHAPE: dict[str, Any] = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (MambaSpec(block_size=PAGE_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,)), "MambaSpec"),
+        (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64), "ChunkedLocalAttentionSpec"),
+        (SlidingWindowSpec(**{**SHAPE, "block_size": 2 * PAGE_TOKENS}, sliding_window=64), "pages of [32, 64] tokens"),
+        (SlidingWindowSpec(**SHAPE, sliding_window=1), "one token"),
+    ],
+)
+def test_groups_that_cannot_be_served_are_refused_loudly_and_run_without_the_store(
+    model: Path, caplog: pytest.LogCaptureFixture, spec: KVCacheSpec, reason: str
 ) -> None:
+    """State that no block has, windows that move by leaps, pages that hold another number of tokens."""
     config = vllm_config(model, {"memory": {"capacity": "1MiB"}})
-    shape: dict[str, Any] = {"block_size": PAGE_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    groups = [
-        KVCacheGroupSpec(["a"], FullAttentionSpec(**shape)),
-        KVCacheGroupSpec(["b"], SlidingWindowSpec(**shape, sliding_window=64)),
-    ]
+    groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE)), KVCacheGroupSpec(["b"], spec)]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     with caplog.at_level("ERROR", logger="vllm.kvstore"):
         connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
-    said = [record.getMessage() for record in caplog.records]
-    assert any("sliding window" in text for text in said), said
-    assert any("2 groups" in text for text in said), said
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.kvstore"]
+    assert len(said) == 1
+    assert reason in said[0]
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert not connector.has_pending_push_work()
 
