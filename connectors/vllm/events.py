@@ -1,8 +1,8 @@
 """KV events: what vLLM tells routers of the blocks that the store has in RAM and in files.
 
 They come beside those of vLLM's own pages and name blocks by the same hashes and groups; like those of its
-OffloadingConnector they come without tokens. ``medium`` is CPU or STORAGE. Blocks of one chain that come together are one
-event. What lies on a server of its own is not told: every host can ask there.
+OffloadingConnector they come without tokens. ``medium`` is CPU or STORAGE. Blocks of one chain that come together are
+one event. What lies on a server of its own is not told: every host can ask there.
 """
 
 import logging

@@ -190,4 +190,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -26,6 +26,8 @@ class Router:
         self._batches = msgspec.msgpack.Decoder(KVEventBatch)
         self.blocks: dict[str, set[Hash]] = {}
         self.parents: dict[Hash, Hash | None] = {}
+        self.groups: set[int | None] = set()
+        """That there are blocks of in RAM."""
 
     def hear(self) -> None:
         """Everything there has been, from the beginning."""
@@ -44,17 +46,21 @@ class Router:
         elif isinstance(event, BlockStored):
             assert event.block_size == PAGE_TOKENS
             self.blocks[event.medium or ""].update(event.block_hashes)
+            if event.medium == "CPU":
+                self.groups.add(event.group_idx)
             self.parents.update(zip(event.block_hashes, [event.parent_block_hash, *event.block_hashes], strict=False))
         else:
             self.blocks[event.medium] -= set(event.block_hashes)
 
 
 @contextmanager
-def engine_and_router(model: Path, folder: Path, store: dict[str, Any]) -> Iterator[tuple[Runner, Router]]:
+def engine_and_router(
+    model: Path, folder: Path, store: dict[str, Any], windows: tuple[int | None, ...] = (None,)
+) -> Iterator[tuple[Runner, Router]]:
     endpoint = f"ipc://{folder}/replay"
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        runner = Runner(model, store, num_pages=64, events=(f"ipc://{folder}/events", endpoint))
+        runner = Runner(model, store, num_pages=64, events=(f"ipc://{folder}/events", endpoint), windows=windows)
         socket.connect(endpoint)
         try:
             yield runner, Router(socket)
@@ -102,3 +108,10 @@ def test_a_router_hears_of_ram_and_files(model: Path, tmp_path: Path) -> None:
         runner.run()
         hears(runner, router, lambda: len(router.blocks["STORAGE"]) >= 5)
         assert not router.blocks["STORAGE"] & prompt
+
+
+def test_a_router_hears_of_every_group(model: Path, tmp_path: Path) -> None:
+    with engine_and_router(model, tmp_path, {"memory": {"capacity": "16MiB"}}, (None, 65)) as (runner, router):
+        runner.add("cold", PROMPT)
+        runner.run()
+        hears(runner, router, lambda: router.groups == {0, 1})
