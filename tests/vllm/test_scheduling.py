@@ -202,6 +202,46 @@ def test_a_load_that_fails_in_one_group_is_computed_from_the_first_token_on(
         assert runner.held() == NOTHING_HELD
 
 
+def test_a_load_is_over_when_every_group_has_its_part(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make(windows=(None, 40))
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    last = runner.worker._worker._copiers[-1]
+    busy, onboard, waited = [None] * 5, last.onboard, []
+
+    def onboard_later(*arguments: Any) -> Any:
+        waited.append(True)
+        return busy.pop() if busy else onboard(*arguments)
+
+    monkeypatch.setattr(last, "onboard", onboard_later)
+    runner.add("warm", PROMPT, max_tokens=1)
+    runner.run()
+    assert runner.tokens["warm"] == answer_to(PROMPT, 1)
+    assert (len(waited), served(runner)) == (6, 5 * PAGE_TOKENS)
+
+
+def test_pages_that_left_a_window_before_there_was_room_are_not_stored(make: Make) -> None:
+    runner = make(windows=(None, 40))
+    store = runner.half.store
+    reserve = store.reserve
+    store.reserve = lambda ns, _: reserve(ns, 0)
+    runner.add("cold", PROMPT)
+    runner.step()
+    store.reserve = reserve
+    runner.run()
+    found = []
+    for num_blocks in range(1, 6):
+        runner.scheduler.reset_prefix_cache()
+        prompt, before = PROMPT[: num_blocks * PAGE_TOKENS] + [400 + num_blocks] * PAGE_TOKENS, served(runner)
+        runner.add("other", prompt, kv_transfer_params={"kvstore": {"store": False}})
+        runner.run()
+        assert runner.tokens["other"] == answer_to(prompt, 8)
+        found.append((served(runner) - before) // PAGE_TOKENS)
+    assert found == [0, 0, 0, 4, 5]
+    assert runner.held() == NOTHING_HELD
+
+
 @of_groups
 def test_what_vllm_lacks_of_what_it_had_is_loaded(make: Make, windows: Windows) -> None:
     """The head of the prompt is vLLM's, the rest comes from the store, into windows that reach back to both."""
