@@ -382,7 +382,7 @@ def test_requests_come_go_are_preempted_and_aborted(
     monkeypatch.setattr("kvstore.extents.MIN_EXTENT_BYTES", 64 << 10)  # each group has extents of its own
     dice = random.Random(seed)
     capacity = f"{256 * len(windows)}KiB"
-    num_pages = {(None,): 18, (None, 40, 40): 25, (40,): 8, (70, None, None): 40}[windows]
+    num_pages = {(None,): 18, (None, 40, 40): 22, (40,): 8, (70, None, None): 36}[windows]
     runner = make({"memory": {"capacity": capacity}}, num_pages=num_pages, is_async=is_async, windows=windows)
     living: list[str] = []
     prompts = {}
@@ -402,9 +402,8 @@ def test_requests_come_go_are_preempted_and_aborted(
     for name in living:
         assert runner.tokens[name] == answer_to(prompts[name], len(runner.tokens[name]))
     assert served(runner) > 0
-    assert runner.num_preempted > 0 or windows == (40,), (
-        "with nothing but windows a request gives its pages back itself"
-    )
+    # With windows a request gives pages back itself, so that it depends on the copies whether any is preempted.
+    assert runner.num_preempted > 0 or windows != (None,)
     assert runner.held() == NOTHING_HELD
     runner.half.store.check()
 
