@@ -96,13 +96,14 @@ class Registration:
                 _log.warning("%d bytes of RAM at %#x are registered by somebody else; left to them", num_bytes, address)
                 continue
             except RuntimeError as error:
-                self.failure = (
+                failure = (
                     f"the accelerator's driver pinned {self.registered_bytes} of {self._num_bytes} bytes of the memory"
                     f" tier and not the next {num_bytes}: {error}; copies with the rest are slower, through a pinned"
                     " buffer. Host RAM is short, not the GPU's: lower memory.capacity, or raise the container's memory"
                     " and ulimit -l"
                 )
-                _log.warning("%s", self.failure)
+                _log.warning("%s", failure)
+                self.failure = failure
                 break
             self._ours.add(chunk)
             self.registered_bytes += num_bytes
