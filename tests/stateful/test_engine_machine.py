@@ -9,14 +9,12 @@ from functools import cache
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from kvstore.layout import Layout
-from kvstore.testing.dict_tiers import DictSharedTier
 from kvstore.testing.engine import Engine, EngineRequest, Phase
 from kvstore.testing.engine_model import Group
-from kvstore.tiers.base import BlockMove
-from kvstore.types import Outcome
+from tests.stateful.world_machine import WorldMachine
 from tests.worlds import World
 
 FULL = Group("full", Layout("uint8", 2, 2, (4, 4), 4, num_stripes=2))
@@ -32,7 +30,6 @@ PROMPTS = [
     (3, 3, 3, 3, 7, 7, 7, 7, 7),  # a block of the same tokens after others
     (2,),
 ]
-OUTCOMES = [Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED, Outcome.FULL, Outcome.LATE, Outcome.FOREIGN]
 NUM_OUTPUT_TOKENS = 5
 LIVE = [phase.value for phase in Phase if phase not in (Phase.FINISHED, Phase.ABORTED)]
 STORING = "storing"
@@ -50,7 +47,7 @@ def tokens_without_a_store(prompt: tuple[int, ...], model: int) -> list[int]:
     return request.output
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(WorldMachine):
     @initialize(
         model=st.integers(0, len(MODELS) - 1),
         num_ranks=st.integers(1, 2),
@@ -63,13 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, model: int, num_ranks: int, num_pages: int, file: int, admission: str, earlier: list[tuple[int, ...]]
     ) -> None:
         self.model = model
-        self.shared = DictSharedTier()
-        self.world = World(10, file, shared=self.shared, admission=admission, num_extents=5)
-        self.shared._clock = self.world.clock
-        self.faults: dict[tuple[str, str], Outcome] = {}
-        if self.world.file is not None:
-            self.world.file.fault = lambda op, move: self._fault("file", op, move)
-        self.shared.fault = lambda op, move: self._fault("redis", op, move)
+        self.open_world(10, file, admission=admission, num_extents=5)
         self.engine = Engine(
             self.world.store, MODELS[model], num_pages=num_pages, num_ranks=num_ranks, clock=self.world.clock
         )
@@ -78,9 +69,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.arrive(earlier, 0)
         self.engine.run(self.world.settle)
         self.arrive(earlier, 0)
-
-    def _fault(self, tier: str, op: str, move: BlockMove) -> Outcome | None:
-        return self.faults.get((tier, op)) if move.key[-1] % 2 else None
 
     # ---- the engine
 
@@ -132,28 +120,6 @@ class EngineMachine(RuleBasedStateMachine):
                     interrupt(self.engine, request)
                     break
 
-    # ---- the world
-
-    @precondition(lambda self: any(lane.num_waiting for lane in self.world.steps.lanes.values()))
-    @rule(data=st.data())
-    def a_copy_between_tiers_runs(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from([lane for lane in self.world.steps.lanes.values() if lane.num_waiting]))
-        lane.step(data.draw(st.integers(0, lane.num_waiting - 1)))
-
-    @rule(seconds=st.sampled_from([0.3, 1.1, 15.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.clock.advance(seconds)
-
-    @rule(
-        tier=st.sampled_from(["file", "redis"]),
-        op=st.sampled_from(["read", "write"]),
-        outcome=st.sampled_from([None, *OUTCOMES]),
-    )
-    def fault(self, tier: str, op: str, outcome: Outcome | None) -> None:
-        self.faults.pop((tier, op), None)
-        if outcome is not None:
-            self.faults[tier, op] = outcome
-
     # ---- promises
 
     @rule()
@@ -166,10 +132,6 @@ class EngineMachine(RuleBasedStateMachine):
     def what_is_in_ram_is_right(self) -> None:
         for request, _ in self.requests:
             self.engine.check_stored(request)
-
-    @invariant()
-    def tables_hold(self) -> None:
-        self.world.store.check()
 
     def tokens_are_right(self) -> None:
         for request, prompt in self.requests:

@@ -6,27 +6,23 @@ pin, slot or copy is left over.
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from kvstore.lease import ReadLease, WriteLease
 from kvstore.lending import Transfer
-from kvstore.testing.dict_tiers import DictSharedTier
-from kvstore.tiers.base import BlockMove
-from kvstore.types import BlockKey, Outcome
-from tests.worlds import LAYOUT, REQUEST, World, content
+from kvstore.types import BlockKey
+from tests.stateful.world_machine import WorldMachine
+from tests.worlds import LAYOUT, REQUEST, content
 
-OUTCOMES = [Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED, Outcome.FULL, Outcome.LATE, Outcome.FOREIGN]
 PATHS = [[0, 1, 2], [0, 3], [4]]
 
 paths = st.sampled_from(PATHS)
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(WorldMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.shared = DictSharedTier()
-        self.world = World(2, 3, shared=self.shared)
-        self.shared._clock = self.world.clock
+        self.open_world(2, 3)
         root = self.world.ns.keys([0] * 4)[0]
         one = self.world.ns.keys([1] * 4, parent=root)[0]
         keys = [root, one]
@@ -38,13 +34,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.reads: list[ReadLease] = []
         self.quarantined: list[WriteLease] = []
         self.lent: list[tuple[Transfer, list[BlockKey], list[memoryview]]] = []
-        self.faults: dict[tuple[str, str], Outcome] = {}
-        assert self.world.file is not None
-        self.world.file.fault = lambda op, move: self._fault("file", op, move)
-        self.shared.fault = lambda op, move: self._fault("redis", op, move)
-
-    def _fault(self, tier: str, op: str, move: BlockMove) -> Outcome | None:
-        return self.faults.get((tier, op)) if move.key[-1] % 2 else None
 
     def chain(self, path: list[int]) -> list[BlockKey]:
         return [self.keys[index] for index in path]
@@ -129,30 +118,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- the world
 
-    @precondition(lambda self: any(lane.num_waiting for lane in self.world.steps.lanes.values()))
-    @rule(data=st.data())
-    def one_copy_runs(self, data: st.DataObject) -> None:
-        lanes = [lane for lane in self.world.steps.lanes.values() if lane.num_waiting]
-        lane = data.draw(st.sampled_from(lanes))
-        lane.step(data.draw(st.integers(0, lane.num_waiting - 1)))
-
     @rule()
     def poll(self) -> None:
         self.world.store.poll()
-
-    @rule(seconds=st.sampled_from([0.3, 1.1, 15.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.clock.advance(seconds)
-
-    @rule(
-        tier=st.sampled_from(["file", "redis"]),
-        op=st.sampled_from(["read", "write"]),
-        outcome=st.sampled_from([None, *OUTCOMES]),
-    )
-    def fault(self, tier: str, op: str, outcome: Outcome | None) -> None:
-        self.faults.pop((tier, op), None)
-        if outcome is not None:
-            self.faults[tier, op] = outcome
 
     # ---- promises
 
@@ -190,10 +158,6 @@ class StoreMachine(RuleBasedStateMachine):
                 for key, buffer in zip(chain[: transfer.num_blocks], buffers, strict=False):
                     assert buffer == content(key), "wrong bytes in a lent buffer"
         self.lent = [item for item in self.lent if not item[0].done]
-
-    @invariant()
-    def tables_hold(self) -> None:
-        self.world.store.check()
 
     def teardown(self) -> None:
         self.world.close()
