@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -226,9 +227,17 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return self._events.take()
 
     def reset_cache(self) -> bool:
-        """Forget the blocks of this engine's model in every tier."""
+        """Forget the blocks of this engine's model in every tier. VLLM asks for it before weights change in place.
+
+        What is computed from now on nobody else shall find: an engine or a restart with the weights on disk.
+        """
         if self._scheduler is not None:
-            self._scheduler.clear(chain.from_iterable(self._namespaces.values()))
+            self._scheduler.forget(chain.from_iterable(self._namespaces.values()))
+            self._namespaces.clear()
+            self._identity = replace(self._identity, epoch=secrets.randbits(64))
+            _log.warning(
+                "the KV store was reset; no other engine, nor this one restarted, is given what it stores from now on"
+            )
         return True
 
     # ---- the worker's side

@@ -1,6 +1,7 @@
 """The half of the connector that runs in vLLM's scheduler: what is offered, loaded and stored. It never waits.
 
-A request is tracked from ``arrive`` to ``finish``. Its loads and stores have lives of their own, which may be longer.
+A request is tracked from ``arrive`` to ``finish`` or ``forget``. Its loads and stores have lives of their own, which
+may be longer.
 
 Rule 1: a request has one pin at most, of a slice in each group of layers, taken when it is first offered something;
 asked again, it gets the same answer.
@@ -174,10 +175,10 @@ class SchedulerHalf:
         held_back = set()
         for request_id in request_ids & self._loads.keys():
             load = self._loads[request_id]
-            is_lost = not all(lease.still_held() for lease in load.leases)
+            is_lost = load.is_outdated or not all(lease.still_held() for lease in load.leases)
             for lease in load.leases:
                 self.store.release(lease)
-            load.leases = []
+            load.leases, load.is_outdated = [], False
             if is_lost:
                 self._step.lost += load.jobs
                 held_back.add(request_id)
@@ -214,15 +215,18 @@ class SchedulerHalf:
             return
         if is_sound and request.request_id not in self._loads:
             self._offload(tracked, pages, 0)
-        self._unpin(tracked)
-        del self._requests[request.request_id]
-        self.planner.end(request.request_id)
-        for chain in tracked.chains:
-            self.store.finish(chain.announced, chain.keys, request.num_output_tokens)
+        self._untrack(tracked)
 
     @_owning
-    def clear(self, namespaces: Iterable[Namespace]) -> None:
-        """Forget what is stored of them in every tier."""
+    def forget(self, namespaces: Iterable[Namespace]) -> None:
+        """The weights may be others from now on: what is stored of ``namespaces`` is forgotten in every tier.
+
+        Requests in line go on without the store, since their keys are those of before; loads under way fail.
+        """
+        for tracked in list(self._requests.values()):
+            self._untrack(tracked)
+        for load in self._loads.values():
+            load.is_outdated = True
         for ns in namespaces:
             self.store.clear(ns)
 
@@ -287,6 +291,14 @@ class SchedulerHalf:
                 search.found(group, blocks, lease.num_blocks)
         tracked.hit = search.num_blocks
         tracked.pinned_until_s = time.monotonic() + PIN_S
+
+    def _untrack(self, tracked: Tracked) -> None:
+        request = tracked.request
+        self._unpin(tracked)
+        del self._requests[request.request_id]
+        self.planner.end(request.request_id)
+        for chain in tracked.chains:
+            self.store.finish(chain.announced, chain.keys, request.num_output_tokens)
 
     def _unpin(self, tracked: Tracked) -> None:
         pins, tracked.pins = tracked.pins, {}

@@ -75,12 +75,14 @@ class Tracked:
 
 @dataclass(eq=False, slots=True)
 class Loading:
-    """A load under way, a job for each group; no ``leases`` once one was lost."""
+    """A load under way, a job for each group; no ``leases`` once it was found lost or outdated."""
 
     jobs: list[LoadJob]
     leases: list[ReadLease]
     start: int
     served: dict[str, int]
+    is_outdated: bool = False
+    """Whether the weights may have changed since it began."""
 
 
 @dataclass(eq=False, slots=True)

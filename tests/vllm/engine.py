@@ -110,6 +110,11 @@ class Engine:
         """Forget the prefixes in vLLM's own pages, and the store's if asked for."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
+    def sleep(self) -> None:
+        """Give memory back, as far as a CPU's engine does, and wake up."""
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+
 
 class EngineProcess:
     """The same, from outside."""

@@ -110,6 +110,8 @@ class Runner:
         self.num_failed_loads = 0
         self.counts: Counter[str] = Counter()
         self.num_preempted = 0
+        self.weights = 0
+        """What the KV depends on beside the tokens; may be changed in place."""
 
     @property
     def half(self) -> Any:
@@ -155,7 +157,11 @@ class Runner:
         scheduled = self.scheduler.schedule()
         self.num_preempted += len(scheduled.preempted_req_ids or ())
         self._computed.append((scheduled, self._compute(scheduled)))
-        while len(self._computed) > self._num_behind or (self._computed and not scheduled.num_scheduled_tokens):
+        self.apply(self._num_behind if scheduled.num_scheduled_tokens else 0)
+
+    def apply(self, num_left: int = 0) -> None:
+        """Have the scheduler hear what was computed, but for the last ``num_left`` steps."""
+        while len(self._computed) > num_left:
             outputs = self.scheduler.update_from_output(*self._computed.popleft())
             for batch in outputs.values():
                 stats = batch.scheduler_stats and batch.scheduler_stats.kv_connector_stats
@@ -223,7 +229,7 @@ class Runner:
         prompt = list(request.prompt_token_ids)
         tokens = prompt + self._answers[request_id]
         end = num_computed + num_tokens
-        values = torch.tensor(digests(tokens[:end]))
+        values = torch.tensor(digests(tokens[:end])) + 1000 * self.weights
         pages_of = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         for group, (names, pages, window) in enumerate(zip(self.layers, pages_of, self.windows, strict=True)):
             first = 0 if window is None else max(0, num_computed + 1 - window)

@@ -269,6 +269,56 @@ def test_reset_forgets_in_every_tier(make: Make, windows: Windows) -> None:
     assert served(runner) == 0
 
 
+@of_groups
+@pytest.mark.parametrize("is_async", [False, True])
+def test_weights_that_change_in_place_make_nothing_for_those_on_disk(
+    make: Make, tmp_path: Path, is_async: bool, windows: Windows
+) -> None:
+    """WK-017: vLLM resets before that, and has what runs compute all of it once more. A restart reads the disk."""
+    store = {**STORE, "file": {"directories": [str(tmp_path)], "capacity": "16MiB"}}
+    runner = make(store, is_async=is_async, windows=windows)
+    runner.add("running", PROMPT, max_tokens=40)
+    while len(runner.tokens["running"]) < 3 or runner.half.has_work:
+        runner.step()
+    runner.apply()
+    runner.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    runner.weights += 1
+    runner.run()
+    assert runner.tokens["running"] == answer_to(PROMPT, 40)
+    for name, num_blocks in (("cold", 0), ("warm", 5)):
+        runner.scheduler.reset_prefix_cache()
+        runner.add(name, PROMPT)
+        runner.run()
+        assert served(runner) == num_blocks * PAGE_TOKENS
+    assert runner.held() == NOTHING_HELD
+    runner.close()
+    restarted = make(store, is_async=is_async, windows=windows)
+    restarted.add("cold", PROMPT)
+    restarted.run()
+    assert served(restarted) == 0
+
+
+@of_groups
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_request_in_line_is_given_kv_of_the_weights_before(make: Make, is_async: bool, windows: Windows) -> None:
+    runner = make(is_async=is_async, windows=windows)
+    runner.add("cold", PROMPT)
+    runner.run()
+    runner.scheduler.reset_prefix_cache()
+    for name in ("loading", "waiting"):
+        runner.add(name, PROMPT)
+        if name == "loading":
+            runner.step()
+            assert runner.half._loads
+    runner.scheduler.reset_prefix_cache(reset_connector=True)
+    runner.weights += 1
+    runner.run()
+    for name in ("loading", "waiting"):
+        assert runner.tokens[name] == answer_to(PROMPT, 8)
+    assert served(runner) == 0
+    assert runner.held() == NOTHING_HELD
+
+
 def test_what_is_not_to_be_stored_is_not(make: Make) -> None:
     runner = make()
     for name in ("cold", "colder"):

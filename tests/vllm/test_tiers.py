@@ -101,3 +101,17 @@ def test_speculation_changes_neither_tokens_nor_hits(model: Path, tmp_path: Path
     assert numbers["spec_decode_num_draft_tokens"] > numbers["spec_decode_num_accepted_tokens"], "nothing was wrong"
     assert answers[0] == answers[1]
     assert [turn["cached"] for turn in answers[0]] == [0, 11 * PAGE_TOKENS, 12 * PAGE_TOKENS]
+
+
+@pytest.mark.full
+def test_nothing_of_before_a_sleep_is_served_after_it(model: Path, expected: Expected, tmp_path: Path) -> None:
+    """VLLM resets its connector when it sleeps, since weights may be changed meanwhile; it waits for our copies."""
+    (tokens,) = expected["one"]
+    with engine(model, tmp_path / "1.log", store=store_in(tmp_path / "kv"), processes=True) as process:
+        assert ask(process) == (tokens, 0)
+        process.sleep()
+        assert ask(process) == (tokens, 0)
+        process.reset(False)
+        assert ask(process) == (tokens, WHOLE_BLOCKS)
+    with engine(model, tmp_path / "2.log", store=store_in(tmp_path / "kv")) as restarted:
+        assert ask(restarted) == (tokens, 0)
