@@ -11,11 +11,11 @@ Rule 3: a lookup is answered by the tables, or by one probe of Redis with a dead
 
 import json
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -111,15 +111,22 @@ class KVStoreTier(SecondaryTierManager):
         self._layout = layout_of(offloading_spec.config, self._row_bytes)
         self._asked: dict[str, _Asked] = {}
         self._jobs: list[_Job] = []
+        self._epoch = 0
+        self._namespace: Namespace | None = None
 
-    @cached_property
+    @property
     def _ns(self) -> Namespace:
-        """Opened with the first request: vLLM seeds its hashes after it has made the tier."""
+        """Opened with the first request of an epoch: vLLM seeds its hashes after it has made the tier."""
+        if self._namespace is None:
+            self._namespace = self._store.open_namespace(self._identity(), self._layout)
+        return self._namespace
+
+    def _identity(self) -> Identity:
         root = kv_cache_utils.NONE_HASH.hex()[:16]  # shows the hash function and its seed
         # vLLM's default hash is of pickles, whose bytes may differ between versions of Python.
         python = ".".join(map(str, sys.version_info[:2]))
-        identity = Identity("vllm", self._weights, salt=self._salt, hash_scheme=f"vllm-offload-python{python}-{root}")
-        return self._store.open_namespace(identity, self._layout)
+        scheme = f"vllm-offload-python{python}-{root}"
+        return Identity("vllm", self._weights, salt=self._salt, epoch=self._epoch, hash_scheme=scheme)
 
     # ---- lookups
 
@@ -187,13 +194,18 @@ class KVStoreTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Until no copy touches a row; results stay for ``get_finished_jobs``."""
+        """Until no copy touches a row; results stay for ``get_finished_jobs``.
+
+        VLLM asks for it when it resets its cache, and for nothing else: the weights may be others afterwards.
+        """
         while any(run.transfer is not None and run.transfer.busy for job in self._jobs for run in job.runs):
             self._store.wait(DRAIN_INTERVAL_S)
             self._store.poll()
         for job in self._jobs:
             job.deadline_s = 0.0  # nothing is begun any more
             self._advance(job)
+        self._epoch = secrets.randbits(64)
+        self._namespace = None
 
     def shutdown(self) -> None:
         """See copies through. Raises ``RuntimeError`` if one hangs: vLLM then keeps the rows mapped."""

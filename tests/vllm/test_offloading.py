@@ -135,6 +135,12 @@ class Managers:
                 self.manager.complete_load(keys[:hits], context)
             return hits
 
+    def reset(self) -> None:
+        """As if weights changed."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # from vLLM 0.34 on
+            self.manager.on_reset_flushed()
+
     def close(self) -> None:
         self.rows.release()
         self.manager.shutdown()
@@ -185,6 +191,20 @@ def test_redis_is_asked_once_and_not_waited_for_beyond_the_deadline(model: Path,
             deadline_s = time.monotonic() + 20
             while second.load(range(1, 5)) < 4:
                 assert time.monotonic() < deadline_s, "a server that is back is not asked again"
+
+
+def test_weights_that_change_in_place_make_nothing_for_those_on_disk(model: Path, tmp_path: Path) -> None:
+    """WK-017: vLLM resets its own cache before that, and leaves the tiers below it as they are."""
+    tier = ours(file={"directories": [str(tmp_path / "kv")], "capacity": "16MiB"})
+    with managers(model, tmp_path, tier) as changed:
+        changed.store(range(1, 9))
+        changed.reset()
+        assert changed.load(range(1, 9)) == 0
+        changed.store(range(1, 13))
+        changed.store(range(33, 65))  # the CPU tier has nothing else any more
+        assert changed.load(range(1, 13)) == 12
+    with managers(model, tmp_path, tier) as restarted:
+        assert restarted.load(range(1, 13)) == 8, "of before, and no more"
 
 
 def test_a_tier_that_cannot_work_says_so(model: Path, tmp_path: Path) -> None:
