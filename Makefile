@@ -8,6 +8,7 @@ LOCK_VENV := build/lock-venv
 VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEWEST := build/vllm-newest
+VLLM_LMCACHE := build/vllm-lmcache
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-vllm test-vllm-full test-vllm-newest mutants soak demo bench-tiers bench-sidecar bench-vllm bench-peers test-gpu bench-gpu bench-quantised protos lock
@@ -86,8 +87,13 @@ bench-sidecar: setup ## Speed of a sidecar beside memmove, and of its answers: b
 bench-peers: setup ## The same work beside LMCache, Mooncake Store and AIBrix, each in an environment of its own
 	$(BIN)/python -m bench.peers $(ARGS)
 
-bench-vllm: $(VLLM_READY) ## Time to the first token in vLLM, from each tier and beside its own connectors
-	$(VLLM_VENV)/bin/python -m bench.vllm $(ARGS)
+bench-vllm: $(VLLM_LMCACHE)/.ready ## Time to the first token in vLLM, from each tier, beside its own connectors and LMCache's
+	PYTHONPATH=$(VLLM_LMCACHE) $(VLLM_VENV)/bin/python -m bench.vllm $(ARGS)
+
+$(VLLM_LMCACHE)/.ready: requirements-vllm-lmcache.lock $(VLLM_READY)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VLLM_LMCACHE) -r requirements-vllm-lmcache.lock
+	@touch $@
 
 protos: setup ## Generate kvstore/api from protos/; make check tells when it is stale
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/kvstore/api/v1/*.proto

@@ -144,7 +144,7 @@ class EngineProcess:
 def _environment(threads: str, *, processes: bool) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "2",
